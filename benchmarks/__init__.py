@@ -1,0 +1,1 @@
+"""Benchmarks: engine throughput, HTTP load and the GPU check."""

@@ -1,0 +1,1 @@
+"""The cluster: base types shared by every process, and the control plane."""

@@ -1,0 +1,1 @@
+"""Types, messages, configuration and channels that every process shares. Imports nothing else of pdserve."""

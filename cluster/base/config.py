@@ -1,0 +1,261 @@
+"""The configuration of a deployment: one frozen tree, read from YAML and overridden by flags.
+
+This is the only file that reads environment variables or YAML. An unknown key is refused with its path and the nearest
+valid name; nothing is accepted and ignored.
+"""
+
+import difflib
+import os
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from pdserve.cluster.base.errors import ConfigError
+
+Tree = dict[str, "Tree | list[Tree] | str | int | float | bool | None"]
+
+DEMO_MODEL = "demo"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class LinearKind(StrEnum):
+    """How weight matrices are held and multiplied on CPU."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+
+
+class AttentionKind(StrEnum):
+    """Which attention backend runs."""
+
+    NUMBA = "numba"
+    TORCH = "torch"
+
+
+class ModelConfig(_Section):
+    """Which model is served."""
+
+    path: str = DEMO_MODEL
+    """A folder in the Hugging Face layout, a .gguf file, or `demo` (Gemma-3-270M of the `demo` extra)."""
+    served_name: str | None = None
+    """The name clients use; by default the folder's or file's name."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Most tokens of prompt and output together; by default what the model and the KV pool allow."""
+
+
+class EngineConfig(_Section):
+    """The engine of each worker."""
+
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
+    """`cpu`, `cuda` or `cuda:N`. Ray assigns no GPU yet: `cuda` is for benchmarks/gpu_check."""
+    linear: LinearKind = LinearKind.FP16
+    """fp32 or fp16 weights; activations and sums are fp32 in both."""
+    attention: AttentionKind = AttentionKind.NUMBA
+    """numba (CPU, bitwise class) or torch (reference, any device, tolerance class)."""
+    num_threads: int = Field(default=0, ge=0)
+    """Threads of a worker's engine; 0 means the cores of `workers.num_cpus`."""
+    block_size: int = Field(default=16, ge=16, multiple_of=16)
+    """Tokens in a KV block."""
+    kv_memory_gib: float = Field(default=1.0, gt=0)
+    """Memory of the KV pool of a worker."""
+    max_running: int = Field(default=64, ge=1, le=4096)
+    """Most sequences in the running batch."""
+    max_batch_tokens: int = Field(default=512, ge=1)
+    """Token budget of a step: decodes first, then prefill chunks."""
+    max_waiting: int = Field(default=512, ge=1)
+    """Most requests waiting in a worker; one more is answered BUSY (HTTP 429)."""
+
+
+class WorkersConfig(_Section):
+    """How many workers, and what Ray gives each."""
+
+    mixed: int = Field(default=1, ge=1, le=1024)
+    """Workers that do prefill and decode. (Separate pools: see README "Not yet".)"""
+    num_cpus: float = Field(default=1.0, gt=0)
+    """CPUs that Ray reserves for a worker."""
+    start_timeout_s: float = Field(default=300.0, gt=0)
+    """A worker that is not READY by then is replaced."""
+    restart_backoff_s: float = Field(default=1.0, gt=0)
+    """Pause before a dead worker is replaced; doubles with each death in a row, up to 60 s."""
+
+
+class IngressConfig(_Section):
+    """The HTTP front."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """Port to listen on; 0 takes a free one."""
+    replicas: int = Field(default=1, ge=1, le=64)
+    """Ingress replicas."""
+    haproxy: bool = True
+    """Serve's HAProxy front; false uses Serve's own proxy, which saturates early."""
+    max_ongoing_requests: int = Field(default=1024, ge=1)
+    """Requests that one replica holds at once."""
+    max_body_bytes: int = Field(default=4 << 20, ge=1024)
+    """A larger request body is refused with 413."""
+    graceful_shutdown_s: float = Field(default=600.0, ge=0)
+    """How long a leaving replica may finish its streams."""
+    route_timeout_s: float = Field(default=1.0, gt=0)
+    """After this long without an answer of the controller the replica routes on its last view."""
+    first_token_timeout_s: float = Field(default=600.0, gt=0)
+    """A request that has no token by then ends with an error."""
+
+
+class ChannelConfig(_Section):
+    """Deadlines of the channels between processes."""
+
+    heartbeat_s: float = Field(default=1.0, gt=0)
+    """Interval of heartbeats."""
+    silence_s: float = Field(default=5.0, gt=0)
+    """A peer not heard for this long is taken for dead."""
+
+    @model_validator(mode="after")
+    def _silence_is_longer(self) -> "ChannelConfig":
+        if self.silence_s <= self.heartbeat_s:
+            raise ValueError("channel.silence_s must be longer than channel.heartbeat_s")
+        return self
+
+
+class RayConfig(_Section):
+    """The Ray cluster that `pdserve up` starts."""
+
+    num_cpus: float | None = Field(default=None, gt=0)
+    """CPUs the head offers; by default the machine's."""
+    start_timeout_s: float = Field(default=60.0, gt=0)
+    """How long the head may take to answer."""
+
+
+class DeploymentConfig(_Section):
+    """A deployment: everything `pdserve up` needs."""
+
+    name: str = Field(default="pdserve", pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")
+    """Name of the deployment; two on one machine need two names and two ports."""
+    model: ModelConfig = ModelConfig()
+    engine: EngineConfig = EngineConfig()
+    workers: WorkersConfig = WorkersConfig()
+    ingress: IngressConfig = IngressConfig()
+    channel: ChannelConfig = ChannelConfig()
+    ray: RayConfig = RayConfig()
+
+    @model_validator(mode="after")
+    def _device_fits_backend(self) -> "DeploymentConfig":
+        if self.engine.device != "cpu":
+            raise ValueError("engine.device: workers run on cpu only so far (README, Not yet); cuda: benchmarks/gpu_check")
+        return self
+
+    @property
+    def engine_threads(self) -> int:
+        """Threads of a worker's engine, at least one."""
+        return self.engine.num_threads or max(1, int(self.workers.num_cpus))
+
+
+def load_config(path: Path | None, overrides: Mapping[str, str] | None = None) -> DeploymentConfig:
+    """Read YAML from `path` (None: defaults), apply `overrides` (dotted key → YAML scalar), validate.
+
+    Raises ConfigError that names every bad key by its path.
+    """
+    tree = _read_yaml(path) if path is not None else {}
+    for key, text in (overrides or {}).items():
+        _assign(tree, key, text)
+    try:
+        return DeploymentConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from error
+
+
+def to_yaml(config: DeploymentConfig) -> str:
+    """Return the whole effective configuration as YAML."""
+    text: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return text
+
+
+def _read_yaml(path: Path) -> Tree:
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: the top level must be a mapping")
+    return tree
+
+
+def _assign(tree: Tree, key: str, text: str) -> None:
+    *parents, last = key.split(".")
+    for parent in parents:
+        child = tree.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"{key}: {parent} is a value, not a section")
+        tree = child
+    try:
+        tree[last] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{key}: {text!r} is not a YAML value") from error
+
+
+def _section_at(path: tuple[str | int, ...]) -> type[BaseModel] | None:
+    section: type[BaseModel] = DeploymentConfig
+    for part in path:
+        field = section.model_fields.get(str(part))
+        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+            return None
+        section = field.annotation
+    return section
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for item in error.errors():
+        path = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            section = _section_at(item["loc"][:-1])
+            known = list(section.model_fields) if section is not None else []
+            near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+            lines.append(f"{path}: unknown key; {hint}")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            lines.append(f"{path}: {message}" if path else message)
+    return "\n".join(lines)
+
+
+def state_dir() -> Path:
+    """Where running deployments are recorded (XDG_STATE_HOME; PDSERVE_STATE_DIR overrides)."""
+    override = os.environ.get("PDSERVE_STATE_DIR")
+    if override:
+        return Path(override)
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "pdserve"
+
+
+def cache_dir() -> Path:
+    """Where converted checkpoints are kept (XDG_CACHE_HOME; PDSERVE_CACHE_DIR overrides)."""
+    override = os.environ.get("PDSERVE_CACHE_DIR")
+    if override:
+        return Path(override)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdserve"
+
+
+def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for a Ray head of ours: the present one without foreign Ray settings, plus `extra`."""
+    foreign = ("RAY_ADDRESS", "RAY_NAMESPACE", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RUNTIME_ENV_HOOK")
+    kept = {key: value for key, value in os.environ.items() if key not in foreign and not key.startswith("RAY_SERVE_")}
+    return {**kept, **extra}
+
+
+def field_help(dotted: str) -> str:
+    """Return the documentation of a configuration key, for command-line help."""
+    *parents, last = dotted.split(".")
+    section = _section_at(tuple(parents))
+    if section is None or last not in section.model_fields:
+        raise KeyError(dotted)
+    return section.model_fields[last].description or ""

@@ -1,0 +1,214 @@
+"""Every message that crosses a process boundary, and who sends it to whom.
+
+    ingress → worker       Generate, Abort, Reclaim
+    worker → ingress       Tokens, Busy, NotFound
+    worker → controller    Register, Report, Failed
+    controller → worker    Registered
+    ingress → controller   Subscribe, RouteQuery, MetricsQuery
+    controller → ingress   View, RouteAnswer, MetricsAnswer
+    controller → any       MetricsRequest;  any → controller: MetricsText
+    both ways              Heartbeat (sent by the channel itself)
+
+Adding a message means adding a class here and to MESSAGE_TYPES; its place in that tuple is its code on the wire.
+"""
+
+from dataclasses import dataclass
+
+from pdserve.cluster.base.ids import IngressId, RequestId, WorkerId
+from pdserve.cluster.base.request import Request, TokenDelta
+from pdserve.cluster.base.route import Route
+from pdserve.cluster.base.worker_info import WorkerInfo, WorkerLoad, WorkerView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """Keeps a channel alive; sent and consumed by the channel itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generate:
+    """Run this request. Answered by Tokens until an ending, or by Busy."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """Stop the request; no further Tokens for this attempt are wanted."""
+
+    request_id: RequestId
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reclaim:
+    """After a reconnect: go on sending this attempt's tokens from `next_index`."""
+
+    request_id: RequestId
+    attempt: int
+    next_index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """All new tokens of one engine step for one ingress, in one frame."""
+
+    deltas: tuple[TokenDelta, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Busy:
+    """The worker cannot take the request (queue full, draining, failed); nothing of it is kept."""
+
+    request_id: RequestId
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotFound:
+    """Answer to Reclaim: the worker no longer holds that attempt."""
+
+    request_id: RequestId
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Register:
+    """A worker is ready; repeated whenever its channel to the controller is new."""
+
+    info: WorkerInfo
+    load: WorkerLoad
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registered:
+    """The controller took the worker in."""
+
+    worker_id: WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Periodic load of a worker."""
+
+    worker_id: WorkerId
+    load: WorkerLoad
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The worker's engine failed; it serves nothing any more and wants to be replaced."""
+
+    worker_id: WorkerId
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subscribe:
+    """An ingress wants views; also registers it for the merged metrics."""
+
+    ingress_id: IngressId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """The cluster as the controller sees it now."""
+
+    sequence_no: int
+    workers: tuple[WorkerView, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteQuery:
+    """Where should this request go?"""
+
+    query_id: int
+    request_id: RequestId
+    num_prompt_tokens: int
+    max_tokens: int
+    excluded: tuple[WorkerId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteAnswer:
+    """A route; without workers `route.reason` says why."""
+
+    query_id: int
+    route: Route
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsQuery:
+    """An ingress asks for the metrics of every process."""
+
+    query_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsRequest:
+    """The controller asks one process for its metrics."""
+
+    query_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsText:
+    """Metrics of one process in the Prometheus text format."""
+
+    query_id: int
+    process: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsAnswer:
+    """Metrics of all processes that answered in time."""
+
+    query_id: int
+    texts: tuple[MetricsText, ...]
+
+
+Message = (
+    Heartbeat
+    | Generate
+    | Abort
+    | Reclaim
+    | Tokens
+    | Busy
+    | NotFound
+    | Register
+    | Registered
+    | Report
+    | Failed
+    | Subscribe
+    | View
+    | RouteQuery
+    | RouteAnswer
+    | MetricsQuery
+    | MetricsRequest
+    | MetricsText
+    | MetricsAnswer
+)
+
+MESSAGE_TYPES: tuple[type[Message], ...] = (
+    Heartbeat,
+    Generate,
+    Abort,
+    Reclaim,
+    Tokens,
+    Busy,
+    NotFound,
+    Register,
+    Registered,
+    Report,
+    Failed,
+    Subscribe,
+    View,
+    RouteQuery,
+    RouteAnswer,
+    MetricsQuery,
+    MetricsRequest,
+    MetricsText,
+    MetricsAnswer,
+)

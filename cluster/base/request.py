@@ -1,0 +1,70 @@
+"""What one generation request is, on the wire and in every process.
+
+The ingress fills `Request` once, after validation; the engine only reads it. `TokenDelta` is the only way
+tokens travel back.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pdserve.cluster.base.ids import RequestId
+
+
+class FinishReason(StrEnum):
+    """How a request ended. Exactly one per sample."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to draw tokens.
+
+    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. `seed` is always set: where the client
+    gives none the ingress draws one, so that a replay draws the same tokens.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One request for one sample.
+
+    `resume_token_ids` are output tokens that an earlier attempt already emitted: they count as output and are
+    never sampled again.
+    """
+
+    request_id: RequestId
+    attempt: int
+    prompt_token_ids: tuple[int, ...]
+    resume_token_ids: tuple[int, ...] = ()
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenDelta:
+    """New tokens of one sample, or its ending, or both.
+
+    `index` is the position of the first token of `token_ids` in the output (resume tokens counted).
+    `error` is set exactly when `finish_reason` is ERROR.
+    """
+
+    request_id: RequestId
+    attempt: int
+    sample: int
+    index: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    num_cached_tokens: int = 0

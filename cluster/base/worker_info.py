@@ -1,0 +1,87 @@
+"""What the cluster knows of one worker: what it is, and how loaded it is."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pdserve.cluster.base.ids import Incarnation, WorkerId
+
+
+class Role(StrEnum):
+    """What a worker does with requests. Prefill and decode roles arrive with the KV hand-off."""
+
+    MIXED = "mixed"
+
+
+class WorkerState(StrEnum):
+    """Life of a worker as the controller sees it."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+    DEAD = "dead"
+
+
+class NumericsClass(StrEnum):
+    """BITWISE: the self-test proved batch-independent bits. TOLERANCE: it did not, or the backend cannot."""
+
+    BITWISE = "bitwise"
+    TOLERANCE = "tolerance"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where a channel server listens."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """Facts of one worker life; none changes while it lives."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    role: Role
+    endpoint: Endpoint
+    pid: int
+    device: str
+    model_name: str
+    model_digest: str
+    numerics_digest: str
+    numerics_class: NumericsClass
+    numerics_note: str
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    max_running: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLoad:
+    """A load report. Gauges are instants; counters grow over the worker's life."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_queued_prompt_tokens: int = 0
+    num_free_blocks: int = 0
+    num_blocks: int = 0
+    num_steps: int = 0
+    num_generated_tokens: int = 0
+    num_prefilled_tokens: int = 0
+    num_preemptions: int = 0
+    has_runnable_work: bool = False
+    predicted_step_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerView:
+    """One worker in the cluster view."""
+
+    info: WorkerInfo
+    state: WorkerState
+    load: WorkerLoad
+    note: str = ""

@@ -1,0 +1,1 @@
+"""The control plane: membership, placement, the controller actor and the launcher of workers."""

@@ -1,0 +1,1 @@
+"""KV hand-off between workers: links, credits and transports."""

@@ -1,0 +1,177 @@
+"""Puts a worker's engine together from its configuration: memory arithmetic, model, KV store, runner, engine.
+
+The same for actors, tests and benchmarks.
+"""
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from pdserve.cluster.base.clock import Clock
+from pdserve.cluster.base.config import EngineConfig, LinearKind
+from pdserve.cluster.base.errors import ConfigError
+from pdserve.workers.engine.engine import Engine
+from pdserve.workers.engine.scheduler import SchedulerSettings
+from pdserve.workers.kv.store import KVStore, block_bytes
+from pdserve.workers.model.families import ModelSpec, read_spec
+from pdserve.workers.model.loader import LoadedModel, load_model
+from pdserve.workers.model.runner import Numerics, TransformerRunner, num_probe_blocks
+
+logger = logging.getLogger(__name__)
+
+KV_DTYPE = torch.float32
+PROCESS_BYTES = 600 << 20
+"""Interpreter, libraries and working memory of a worker process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """What one worker needs, in bytes, and what follows from it."""
+
+    weights_bytes: int
+    embedding_bytes: int
+    kv_bytes: int
+    num_blocks: int
+    max_model_len: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Everything that is resident."""
+        return self.weights_bytes + self.embedding_bytes + self.kv_bytes + PROCESS_BYTES
+
+    def __str__(self) -> str:
+        gib = 1 << 30
+        return (
+            f"packed weights {self.weights_bytes / gib:.2f} GiB + embedding {self.embedding_bytes / gib:.2f} GiB (mapped) "
+            f"+ KV {self.kv_bytes / gib:.2f} GiB ({self.num_blocks} blocks) + process {PROCESS_BYTES / gib:.2f} GiB "
+            f"= {self.total_bytes / gib:.2f} GiB per worker; at most {self.max_model_len} tokens a request"
+        )
+
+
+def plan_memory(spec: ModelSpec, engine: EngineConfig, max_model_len: int | None) -> MemoryPlan:
+    """Return the memory arithmetic of one worker. Raises ConfigError if the keys cannot hold together."""
+    per_block = block_bytes(spec, engine.block_size, KV_DTYPE)
+    num_blocks = int(engine.kv_memory_gib * (1 << 30)) // per_block
+    least = num_probe_blocks(engine.block_size)
+    if num_blocks < least:
+        raise ConfigError(
+            f"engine.kv_memory_gib {engine.kv_memory_gib:g}: holds {num_blocks} blocks of {per_block} bytes; "
+            f"this model needs at least {least} ({least * per_block / (1 << 30):.3f} GiB)"
+        )
+    pool_tokens = num_blocks * engine.block_size
+    limit = min(spec.max_position, pool_tokens)
+    if max_model_len is not None:
+        if max_model_len > limit:
+            which = "the model" if spec.max_position < pool_tokens else "the KV pool (engine.kv_memory_gib)"
+            raise ConfigError(f"model.max_model_len {max_model_len}: {which} allows {limit} tokens")
+        limit = max_model_len
+    matrix = _matrix_values(spec)
+    return MemoryPlan(
+        weights_bytes=matrix * (2 if engine.linear is LinearKind.FP16 else 4),
+        embedding_bytes=spec.vocab_size * spec.hidden_size * 2,
+        kv_bytes=num_blocks * per_block,
+        num_blocks=num_blocks,
+        max_model_len=limit,
+    )
+
+
+def check_memory(plan: MemoryPlan, num_workers: int, available_bytes: int) -> None:
+    """Raise ConfigError with the arithmetic if `num_workers` workers cannot fit."""
+    needed = plan.total_bytes * num_workers
+    if needed > available_bytes:
+        gib = 1 << 30
+        raise ConfigError(
+            f"not enough memory: {plan}; {num_workers} worker(s) need {needed / gib:.2f} GiB, "
+            f"{available_bytes / gib:.2f} GiB are available. Lower engine.kv_memory_gib or the number of workers"
+        )
+
+
+def available_memory_bytes() -> int:
+    """Return the memory a new process may take: the machine's, or the control group's if that is less."""
+    available: int = psutil.virtual_memory().available
+    limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
+    if limit is not None and used is not None:
+        available = min(available, limit - used)
+    return available
+
+
+def _cgroup_bytes(name: str) -> int | None:
+    path = Path("/sys/fs/cgroup") / name
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _matrix_values(spec: ModelSpec) -> int:
+    per_layer = (
+        spec.qkv_size * spec.hidden_size
+        + spec.num_heads * spec.head_dim * spec.hidden_size
+        + 3 * spec.intermediate_size * spec.hidden_size
+    )
+    return spec.num_layers * per_layer + spec.vocab_size * spec.hidden_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssembledEngine:
+    """An engine that passed its self-test, and what was measured on the way."""
+
+    engine: Engine
+    runner: TransformerRunner
+    model: LoadedModel
+    numerics: Numerics
+    memory: MemoryPlan
+    max_model_len: int
+    resident_bytes: int
+
+
+def assemble_engine(
+    folder: Path, config: EngineConfig, *, max_model_len: int | None, num_threads: int, clock: Clock
+) -> AssembledEngine:
+    """Load the model in `folder` and return its engine, self-tested and warm.
+
+    Raises CheckpointError for the model and ConfigError for the configuration.
+    """
+    spec = read_spec(folder)
+    memory = plan_memory(spec, config, max_model_len)
+    logger.info("memory: %s", memory)
+    device = torch.device(config.device)
+    # Packing probes kernels at the thread count that will run them.
+    torch.set_num_threads(num_threads)
+    model = load_model(
+        folder, linear=config.linear, attention=config.attention, device=device, max_model_len=memory.max_model_len
+    )
+    store = KVStore(spec, num_blocks=memory.num_blocks, block_size=config.block_size, dtype=KV_DTYPE, device=device)
+    runner = TransformerRunner(model, store, num_threads=num_threads)
+    runner.bind_thread()
+    numerics = runner.self_test()
+    if numerics.note:
+        logger.warning("tolerance class: %s", numerics.note)
+    engine = Engine(
+        SchedulerSettings(
+            block_size=config.block_size,
+            max_running=config.max_running,
+            max_batch_tokens=config.max_batch_tokens,
+            max_waiting=config.max_waiting,
+            max_model_len=memory.max_model_len,
+            eos_token_ids=spec.eos_token_ids,
+        ),
+        runner,
+        num_groups=len(spec.groups),
+        num_blocks=memory.num_blocks,
+        clock=clock,
+    )
+    return AssembledEngine(
+        engine=engine,
+        runner=runner,
+        model=model,
+        numerics=numerics,
+        memory=memory,
+        max_model_len=memory.max_model_len,
+        resident_bytes=psutil.Process(os.getpid()).memory_info().rss,
+    )

@@ -1,0 +1,1 @@
+"""The engine core: sequences, blocks, scheduler, plan, sampler and the step that joins them."""

@@ -1,0 +1,47 @@
+"""The engine: scheduler and model joined by one step. The same for every role; not thread-safe (one thread owns it)."""
+
+from dataclasses import dataclass
+
+from pdserve.cluster.base.clock import Clock
+from pdserve.cluster.base.request import TokenDelta
+from pdserve.workers.engine.block_pool import BlockPool
+from pdserve.workers.engine.scheduler import Scheduler, SchedulerSettings
+from pdserve.workers.model.runner import ModelRunner
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Duration of the last step, and a running mean used to predict the next."""
+
+    last_s: float = 0.0
+    mean_s: float = 0.0
+
+    def observe(self, duration_s: float) -> None:
+        """Take one measured step in; the mean forgets with factor 0.9."""
+        self.last_s = duration_s
+        self.mean_s = duration_s if self.mean_s == 0.0 else 0.9 * self.mean_s + 0.1 * duration_s
+
+
+class Engine:
+    """Runs requests on one model."""
+
+    def __init__(
+        self, settings: SchedulerSettings, runner: ModelRunner, *, num_groups: int, num_blocks: int, clock: Clock
+    ) -> None:
+        self.pool = BlockPool(num_groups=num_groups, num_blocks=num_blocks)
+        self.scheduler = Scheduler(settings, self.pool, clock)
+        self.runner = runner
+        self.times = StepTimes()
+        self.num_steps = 0
+        self._clock = clock
+
+    def step(self) -> list[TokenDelta]:
+        """Compute one plan; return the new tokens. Empty if there was nothing to compute."""
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return []
+        start_time = self._clock.now()
+        deltas = self.scheduler.update(self.runner.execute(plan))
+        self.times.observe(self._clock.now() - start_time)
+        self.num_steps += 1
+        return deltas

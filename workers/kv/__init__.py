@@ -1,0 +1,1 @@
+"""The KV store: the only owner of KV bytes."""

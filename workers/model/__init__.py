@@ -1,0 +1,1 @@
+"""Models: configuration, checkpoints, packed linears, kernels and the decoder."""

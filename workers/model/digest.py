@@ -1,0 +1,109 @@
+"""A digest model: a stand-in whose text depends on every KV value it reads.
+
+The KV of a token is a hash of (token, position, layer, head); the next token hashes all KV that attention would read,
+through the block tables. A misplaced, stale or missing block therefore changes the text. It drives scheduler, transfers
+and the HTTP path at microseconds a step.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdserve.cluster.base.request import Request
+from pdserve.workers.engine.plan import Int32, Int64, StepPlan
+from pdserve.workers.engine.sampler import philox_uniform
+
+UInt64Array = NDArray[np.uint64]
+
+
+def mix(values: UInt64Array) -> UInt64Array:
+    """Return splitmix64's finalizer of each value (Steele, Lea, Flood 2014)."""
+    with np.errstate(over="ignore"):
+        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        mixed: UInt64Array = values ^ (values >> np.uint64(31))
+        return mixed
+
+
+class DigestModel:
+    """The pure function: KV of tokens, and the token that follows a history of KV."""
+
+    def __init__(self, *, windows: tuple[int, ...] = (0, 24), layers_per_group: int = 2, num_heads: int = 2, vocab_size: int = 512) -> None:
+        self.windows = windows
+        self.layers_per_group = layers_per_group
+        self.num_heads = num_heads
+        self.vocab_size = vocab_size
+
+    def kv(self, group: int, token_ids: Int32, positions: Int32 | Int64) -> UInt64Array:
+        """Return the KV of tokens in one group, [T, layers, heads]."""
+        salt = np.arange(self.layers_per_group * self.num_heads, dtype=np.uint64).reshape(
+            self.layers_per_group, self.num_heads
+        ) + np.uint64(1000 * group)
+        with np.errstate(over="ignore"):
+            seed = token_ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + positions.astype(np.uint64)
+            return mix(mix(seed)[:, None, None] + salt[None] * np.uint64(0xD1B54A32D192ED03))
+
+    def next_token(self, histories: list[UInt64Array], request_seed: int, index: int, *, is_greedy: bool) -> int:
+        """Return the token after the given KV: one array [tokens, layers, heads] per group, windows already cut."""
+        state = np.zeros(1, np.uint64)
+        with np.errstate(over="ignore"):
+            for history in histories:
+                weights = np.arange(1, history.size + 1, dtype=np.uint64)
+                state = mix(state + (history.reshape(-1) * weights).sum(keepdims=True))
+        if not is_greedy:
+            uniform = philox_uniform(np.uint64(request_seed), np.uint64(0), np.uint64(index))
+            state = mix(state ^ np.uint64(int(uniform * 2**53)))
+        return int(state[0] % np.uint64(self.vocab_size))
+
+    def generate(self, request: Request) -> list[int]:
+        """Return the whole output of a request by the definition, without any engine. Ends by length only."""
+        tokens = np.array(request.prompt_token_ids + request.resume_token_ids, np.int32)
+        output = list(request.resume_token_ids)
+        while len(output) < request.sampling.max_tokens:
+            positions = np.arange(len(tokens), dtype=np.int32)
+            histories = []
+            for group, window in enumerate(self.windows):
+                start = max(0, len(tokens) - window) if window else 0
+                histories.append(self.kv(group, tokens[start:], positions[start:]))
+            token = self.next_token(
+                histories, request.sampling.seed, len(output), is_greedy=request.sampling.temperature == 0.0
+            )
+            output.append(token)
+            tokens = np.append(tokens, np.int32(token))
+        return output
+
+
+class DigestRunner:
+    """Runs plans of the digest model over paged KV."""
+
+    def __init__(self, model: DigestModel, *, num_blocks: int, block_size: int) -> None:
+        self._model = model
+        self._block_size = block_size
+        shape = (num_blocks, block_size, model.layers_per_group, model.num_heads)
+        self._kv = [np.zeros(shape, np.uint64) for _ in model.windows]
+
+    def bind_thread(self) -> None:
+        """Nothing to set: this runner has no threads."""
+
+    def execute(self, plan: StepPlan) -> Int32:
+        """See ModelRunner.execute."""
+        rows = np.repeat(np.arange(plan.num_rows), np.diff(plan.row_starts))
+        numbers, offsets = plan.positions // self._block_size, plan.positions % self._block_size
+        for group, store in enumerate(self._kv):
+            blocks = plan.block_tables[group][rows, numbers]
+            store[blocks, offsets] = self._model.kv(group, plan.token_ids, plan.positions)
+        return np.array([self._sample(plan, index, int(row)) for index, row in enumerate(plan.sample_rows)], np.int32)
+
+    def _sample(self, plan: StepPlan, index: int, row: int) -> int:
+        length = int(plan.positions[plan.row_starts[row + 1] - 1]) + 1
+        histories = []
+        for group, window in enumerate(self._model.windows):
+            start = max(0, length - window) if window else 0
+            places = np.arange(start, length)
+            blocks = plan.block_tables[group][row, places // self._block_size]
+            histories.append(self._kv[group][blocks, places % self._block_size])
+        return self._model.next_token(
+            histories,
+            int(plan.sampling.seed[index]),
+            int(plan.sampling.position[index]),
+            is_greedy=bool(plan.sampling.temperature[index] == 0.0),
+        )

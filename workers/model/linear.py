@@ -1,0 +1,155 @@
+"""Packed weight matrices: y = x Wᵀ + b, with the same bits for a row in every batch.
+
+The packed kernels are private ops of torch; this is the only file that calls them. They choose their order of additions
+by the number of rows, so each shape is self-tested when it is first packed: the smallest padding rule under which a row
+has equal bits at every probed batch size is used. Where an op is absent, or no rule holds, the plain product takes its
+place with a warning, and the worker belongs to the tolerance class.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from pdserve.cluster.base.config import LinearKind
+
+logger = logging.getLogger(__name__)
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+PROBE_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 15, 16, 17, 23, 24, 31, 32, 33, 48, 64, 65, 96, 127, 128)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Padding:
+    """Rows are padded to at least `least` and to a multiple of `multiple`."""
+
+    least: int
+    multiple: int
+
+    def missing(self, num_rows: int) -> int:
+        """Return how many zero rows to add."""
+        return max(self.least - num_rows, -num_rows % self.multiple)
+
+
+PADDINGS = (
+    Padding(least=1, multiple=1),
+    Padding(least=2, multiple=1),
+    Padding(least=1, multiple=3),
+    Padding(least=1, multiple=2),
+    Padding(least=1, multiple=4),
+    Padding(least=1, multiple=8),
+    Padding(least=1, multiple=16),
+)
+
+
+class Linear:
+    """One weight matrix [N, K], packed; callable on x [T, K]."""
+
+    def __init__(self, product: Product, padding: Padding, *, out_features: int, memory_bytes: int) -> None:
+        self._product = product
+        self._padding = padding
+        self.out_features = out_features
+        self.memory_bytes = memory_bytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [T, N] for x [T, K]."""
+        num_rows = x.shape[0]
+        missing = self._padding.missing(num_rows)
+        if missing:
+            return self._product(torch.nn.functional.pad(x, (0, 0, 0, missing)))[:num_rows]
+        return self._product(x)
+
+
+class LinearFactory:
+    """Packs weights of one kind for one device, and remembers what the self-tests found.
+
+    Attributes:
+        notes: why packed linears are not in the bitwise class; empty when all are.
+    """
+
+    def __init__(self, kind: LinearKind, device: torch.device) -> None:
+        self._kind = kind
+        self._device = device
+        self._paddings: dict[tuple[int, int, bool], Padding | None] = {}
+        self.notes: list[str] = []
+        if device.type != "cpu":
+            self.notes.append(f"library kernels on {device.type}")
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        """Pack weight [N, K] (any float dtype, not kept) and bias [N]."""
+        out_features, in_features = weight.shape
+        bias = None if bias is None else bias.float()
+        if self._device.type != "cpu":
+            return self._plain(weight, bias)
+        try:
+            product, memory_bytes = self._packed(weight.float(), bias)
+        except (RuntimeError, AttributeError, NotImplementedError) as error:
+            self._note(f"no packed {self._kind} kernel: {error}")
+            return self._plain(weight, bias)
+        shape = (out_features, in_features, bias is not None)
+        if shape not in self._paddings:
+            self._paddings[shape] = find_padding(product, in_features)
+        padding = self._paddings[shape]
+        if padding is None:
+            self._note(f"packed {self._kind} {out_features}x{in_features} is not row-invariant")
+            return self._plain(weight, bias)
+        return Linear(product, padding, out_features=out_features, memory_bytes=memory_bytes)
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            logger.warning("linear kernels drop to the tolerance class: %s", text)
+            self.notes.append(text)
+
+    def _packed(self, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[Product, int]:
+        weight = weight.contiguous()
+        if self._kind is LinearKind.FP16:
+            packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
+            fp16 = torch.ops.quantized.linear_dynamic_fp16
+            return (lambda x: fp16(x, packed)), weight.numel() * 2
+        blocked = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
+        fp32 = torch.ops.mkldnn._linear_pointwise
+        return (lambda x: fp32(x, blocked, bias, "none", [], "")), weight.numel() * 4
+
+    def _plain(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        # On an accelerator the kind names the precision of the weights; the activations follow it there.
+        is_half = self._kind is LinearKind.FP16 and self._device.type != "cpu"
+        dtype = torch.bfloat16 if is_half else torch.float32
+        held = weight.to(self._device, dtype, copy=True)
+        offset = None if bias is None else bias.to(self._device, dtype)
+        return Linear(
+            lambda x: torch.nn.functional.linear(x.to(dtype), held, offset).float(),
+            PADDINGS[0],
+            out_features=weight.shape[0],
+            memory_bytes=held.numel() * held.element_size(),
+        )
+
+
+def find_padding(product: Product, in_features: int) -> Padding | None:
+    """Return the cheapest padding under which a row's bits never depend on its batch, or None.
+
+    Each probe asks for the rows of a fixed matrix in batches of PROBE_ROWS sizes, first and last in the batch, at the
+    present thread count and at one thread.
+    """
+    generator = torch.Generator().manual_seed(in_features)
+    x = torch.randn(max(PROBE_ROWS), in_features, generator=generator)
+    threads = torch.get_num_threads()
+    try:
+        return next((padding for padding in PADDINGS if _is_row_invariant(product, padding, x, threads)), None)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _is_row_invariant(product: Product, padding: Padding, x: torch.Tensor, threads: int) -> bool:
+    linear = Linear(product, padding, out_features=0, memory_bytes=0)
+    torch.set_num_threads(threads)
+    whole = linear(x)
+    for num_threads in sorted({threads, 1}):
+        torch.set_num_threads(num_threads)
+        for num_rows in PROBE_ROWS:
+            if not torch.equal(linear(x[:num_rows]), whole[:num_rows]):
+                return False
+            if not torch.equal(linear(x[-num_rows:]), whole[-num_rows:]):
+                return False
+    return True

@@ -1,0 +1,160 @@
+"""Fused CPU kernels between linears. Each row (token) is computed alone by one piece of code with one trip count, so
+its bits depend on its own inputs only, at any batch size and thread count.
+"""
+
+import numba
+import numpy as np
+import torch
+
+from pdserve.workers.attention.protocol import StepMetadata
+from pdserve.workers.model.families import Activation
+from pdserve.workers.model.ops import QKVParameters
+from pdserve.workers.model.scalar_math import exp32
+
+_ROW_MATH = {"contract", "nsz", "reassoc"}
+_ONE = np.float32(1.0)
+_GELU_SCALE = np.float32(2.0 * 0.7978845608028654)
+_GELU_CUBE = np.float32(0.044715)
+
+
+@numba.njit(nogil=True, fastmath=_ROW_MATH)  # type: ignore[untyped-decorator]
+def _inverse_rms(row, start, size, eps):  # type: ignore[no-untyped-def]
+    total = np.float32(0.0)
+    for d in range(size):
+        total += row[start + d] * row[start + d]
+    return _ONE / np.sqrt(total / np.float32(size) + eps)
+
+
+@numba.njit(nogil=True, parallel=True, cache=True, fastmath=_ROW_MATH)  # type: ignore[untyped-decorator]
+def _norm(x, weight, eps, out):  # type: ignore[no-untyped-def]
+    for token in numba.prange(x.shape[0]):
+        scale = _inverse_rms(x[token], 0, x.shape[1], eps)
+        for d in range(x.shape[1]):
+            out[token, d] = x[token, d] * scale * weight[d]
+
+
+@numba.njit(nogil=True, parallel=True, cache=True, fastmath=_ROW_MATH)  # type: ignore[untyped-decorator]
+def _add_norm(x, delta, post, has_post, weight, eps, out):  # type: ignore[no-untyped-def]
+    size = x.shape[1]
+    for token in numba.prange(x.shape[0]):
+        if has_post:
+            scale = _inverse_rms(delta[token], 0, size, eps)
+            for d in range(size):
+                x[token, d] += delta[token, d] * scale * post[d]
+        else:
+            for d in range(size):
+                x[token, d] += delta[token, d]
+        scale = _inverse_rms(x[token], 0, size, eps)
+        for d in range(size):
+            out[token, d] = x[token, d] * scale * weight[d]
+
+
+@numba.njit(nogil=True, fastmath=_ROW_MATH)  # type: ignore[untyped-decorator]
+def _norm_and_rotate(row, start, size, weight, has_norm, cos, sin, position, eps, out):  # type: ignore[no-untyped-def]
+    half = size // 2
+    if has_norm:
+        scale = _inverse_rms(row, start, size, eps)
+        for d in range(half):
+            low = row[start + d] * scale * weight[d]
+            high = row[start + half + d] * scale * weight[half + d]
+            out[d] = low * cos[position, d] - high * sin[position, d]
+            out[half + d] = high * cos[position, d] + low * sin[position, d]
+    else:
+        for d in range(half):
+            low = row[start + d]
+            high = row[start + half + d]
+            out[d] = low * cos[position, d] - high * sin[position, d]
+            out[half + d] = high * cos[position, d] + low * sin[position, d]
+
+
+@numba.njit(nogil=True, parallel=True, cache=True, fastmath=_ROW_MATH)  # type: ignore[untyped-decorator]
+def _store_qkv(  # type: ignore[no-untyped-def]
+    qkv, query_norm, key_norm, has_norm, cos, sin, positions, blocks, offsets, eps, kv, query
+):
+    num_heads, num_kv_heads, size = query.shape[1], kv.shape[2], kv.shape[4]
+    for token in numba.prange(qkv.shape[0]):
+        row, position, block, offset = qkv[token], positions[token], blocks[token], offsets[token]
+        for head in range(num_heads):
+            _norm_and_rotate(row, head * size, size, query_norm, has_norm, cos, sin, position, eps, query[token, head])
+        for head in range(num_kv_heads):
+            start = (num_heads + head) * size
+            _norm_and_rotate(
+                row, start, size, key_norm, has_norm, cos, sin, position, eps, kv[block, 0, head, offset]
+            )
+            start = (num_heads + num_kv_heads + head) * size
+            for d in range(size):
+                kv[block, 1, head, offset, d] = row[start + d]
+
+
+@numba.njit(nogil=True, parallel=True, cache=True, fastmath={"contract", "nsz"})  # type: ignore[untyped-decorator]
+def _silu_times(gate_up, out):  # type: ignore[no-untyped-def]
+    size = out.shape[1]
+    for token in numba.prange(out.shape[0]):
+        for d in range(size):
+            gate = gate_up[token, d]
+            out[token, d] = gate / (_ONE + exp32(-gate)) * gate_up[token, size + d]
+
+
+@numba.njit(nogil=True, parallel=True, cache=True, fastmath={"contract", "nsz"})  # type: ignore[untyped-decorator]
+def _gelu_times(gate_up, out):  # type: ignore[no-untyped-def]
+    # 0.5 x (1 + tanh(u)) = x / (1 + exp(-2u)), u = sqrt(2/pi) (x + 0.044715 x^3)
+    size = out.shape[1]
+    for token in numba.prange(out.shape[0]):
+        for d in range(size):
+            gate = gate_up[token, d]
+            twice = _GELU_SCALE * (gate + _GELU_CUBE * gate * gate * gate)
+            out[token, d] = gate / (_ONE + exp32(-twice)) * gate_up[token, size + d]
+
+
+_ABSENT = np.empty(0, np.float32)
+
+
+class NumbaOps:
+    """Ops on CPU tensors, fp32."""
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See Ops.norm."""
+        out = torch.empty_like(x)
+        _norm(x.numpy(), weight.numpy(), np.float32(eps), out.numpy())
+        return out
+
+    def add_norm(
+        self, x: torch.Tensor, delta: torch.Tensor, post: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """See Ops.add_norm."""
+        out = torch.empty_like(x)
+        post_weight = _ABSENT if post is None else post.numpy()
+        _add_norm(
+            x.numpy(), delta.numpy(), post_weight, post is not None, weight.numpy(), np.float32(eps), out.numpy()
+        )
+        return out
+
+    def store_qkv(
+        self, qkv: torch.Tensor, parameters: QKVParameters, kv: torch.Tensor, step: StepMetadata
+    ) -> torch.Tensor:
+        """See Ops.store_qkv."""
+        query = torch.empty(qkv.shape[0], parameters.num_heads, parameters.head_dim)
+        place = step.groups[parameters.group]
+        has_norm = parameters.query_norm is not None
+        _store_qkv(
+            qkv.numpy(),
+            _ABSENT if parameters.query_norm is None else parameters.query_norm.numpy(),
+            _ABSENT if parameters.key_norm is None else parameters.key_norm.numpy(),
+            has_norm,
+            parameters.cos.numpy(),
+            parameters.sin.numpy(),
+            step.positions,
+            place.token_blocks,
+            place.token_offsets,
+            np.float32(parameters.eps),
+            kv.numpy(),
+            query.numpy(),
+        )
+        return query
+
+    def activate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        """See Ops.activate."""
+        out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        kernel = _gelu_times if activation == Activation.GELU_TANH else _silu_times
+        kernel(gate_up.numpy(), out.numpy())
+        return out

