@@ -81,6 +81,8 @@ class WorkersConfig(_Section):
     """CPUs that Ray reserves for a worker."""
     start_timeout_s: float = Field(default=300.0, gt=0)
     """A worker that is not READY by then is replaced."""
+    stall_timeout_s: float = Field(default=10.0, gt=0)
+    """A worker that has work and makes no step for this long (or five predicted steps) is replaced."""
     restart_backoff_s: float = Field(default=1.0, gt=0)
     """Pause before a dead worker is replaced; doubles with each death in a row, up to 60 s."""
 
@@ -104,8 +106,8 @@ class IngressConfig(_Section):
     """How long a leaving replica may finish its streams."""
     route_timeout_s: float = Field(default=1.0, gt=0)
     """After this long without an answer of the controller the replica routes on its last view."""
-    first_token_timeout_s: float = Field(default=600.0, gt=0)
-    """A request that has no token by then ends with an error."""
+    token_timeout_s: float = Field(default=600.0, gt=0)
+    """A request that sees no new token for this long ends with an error."""
 
 
 class ChannelConfig(_Section):

@@ -60,6 +60,7 @@ class Scheduler:
             num_blocks=blocks_for(settings.max_model_len, settings.block_size),
         )
         self._num_arrivals = 0
+        self._queue_times: list[float] = []
         self.num_preemptions = 0
         self.num_prefilled_tokens = 0
         self.num_sampled_tokens = 0
@@ -228,6 +229,7 @@ class Scheduler:
         sequence.state = SequenceState.RUNNING
         if sequence.admitted_time is None:
             sequence.admitted_time = self._clock.now()
+            self._queue_times.append(sequence.admitted_time - sequence.arrival_time)
         self._running.append(sequence)
 
     def _preempt(self, sequence: Sequence) -> int:
@@ -279,12 +281,10 @@ class Scheduler:
             sampling=self._tables.sampling(slots[samples], outputs),
         )
 
-    def waited_s(self, request_id: RequestId, attempt: int) -> float | None:
-        """Return how long the request waited for its first admission; None if it still waits or is gone."""
-        sequence = self._sequences.get((request_id, attempt))
-        if sequence is None or sequence.admitted_time is None:
-            return None
-        return sequence.admitted_time - sequence.arrival_time
+    def take_queue_times(self) -> list[float]:
+        """Return how long each request admitted since the last call had waited for its first admission."""
+        times, self._queue_times = self._queue_times, []
+        return times
 
     def validate(self) -> None:
         """Check every invariant; for tests, after each step."""

@@ -1,0 +1,242 @@
+"""The controller: a detached, named Ray actor that starts workers, knows them, and answers where requests go.
+
+Its state is soft: after a restart it finds the worker actors by name, and everything else comes back as workers and
+ingresses connect again. Nothing of a request's data passes through it. Shell around the pure tables Membership and
+LeastLoaded.
+"""
+
+import asyncio
+import logging
+import os
+
+import ray
+
+from pdserve.cluster.base.clock import SystemClock
+from pdserve.cluster.base.config import DeploymentConfig
+from pdserve.cluster.base.errors import ChannelClosedError
+from pdserve.cluster.base.ids import Incarnation, WorkerId
+from pdserve.cluster.base.logs import configure_logging
+from pdserve.cluster.base.messages import (
+    Failed,
+    Message,
+    MetricsAnswer,
+    MetricsQuery,
+    MetricsRequest,
+    MetricsText,
+    Register,
+    Registered,
+    Report,
+    RouteAnswer,
+    RouteQuery,
+    Subscribe,
+    View,
+)
+from pdserve.cluster.base.route import Route
+from pdserve.cluster.base.wire import Channel, ChannelServer, ChannelSettings
+from pdserve.cluster.base.worker_info import Endpoint, WorkerView
+from pdserve.cluster.control.launcher import Creator, Launcher
+from pdserve.cluster.control.membership import Instruction, Membership, MembershipSettings, StartWorker
+from pdserve.cluster.control.placement import LeastLoaded
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.1
+VIEW_INTERVAL_S = 0.5
+METRICS_TIMEOUT_S = 1.0
+
+
+class Controller:
+    """The actor. `create_worker` is wired by the composition root."""
+
+    def __init__(
+        self, config: DeploymentConfig, namespace: str, host: str, channel: ChannelSettings, create_worker: Creator
+    ) -> None:
+        configure_logging()
+        self._config = config
+        self._host = host
+        self._membership = Membership(
+            MembershipSettings(
+                target=config.workers.mixed,
+                start_timeout_s=config.workers.start_timeout_s,
+                backoff_s=config.workers.restart_backoff_s,
+                stall_s=config.workers.stall_timeout_s,
+            ),
+            SystemClock(),
+        )
+        self._placement = LeastLoaded()
+        self._launcher = Launcher(config.name, namespace, config.workers.num_cpus, create_worker)
+        self._server = ChannelServer(channel, self)
+        self._workers: dict[Channel, tuple[WorkerId, Incarnation]] = {}
+        self._ingresses: set[Channel] = set()
+        self._scrapes: dict[int, _Scrape] = {}
+        self._num_scrapes = 0
+        self._view_no = 0
+        self._is_stopping = False
+        self._view_wanted = asyncio.Event()
+        self._endpoint: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
+        self._tasks = [asyncio.create_task(self._run(), name="controller")]
+
+    # Called through Ray: life cycle and status only.
+
+    async def endpoint(self) -> Endpoint:
+        """Return where the controller's channel server listens."""
+        return await asyncio.shield(self._endpoint)
+
+    async def status(self) -> tuple[tuple[WorkerView, ...], tuple[WorkerId, ...], tuple[str, ...], int]:
+        """Return (workers, starting workers, last deaths, pid of the controller)."""
+        await self.endpoint()
+        membership = self._membership
+        return membership.view(), tuple(membership.starting()), membership.last_deaths, os.getpid()
+
+    async def stop_workers(self) -> None:
+        """Remove every worker and start no more: the deployment goes down."""
+        self._is_stopping = True
+        await asyncio.to_thread(self._launcher.remove_all)
+
+    # The loop.
+
+    async def _run(self) -> None:
+        try:
+            for worker_id in await asyncio.to_thread(self._launcher.running):
+                self._membership.adopt(worker_id)
+            self._endpoint.set_result(await self._server.start(self._host))
+            self._tasks.append(asyncio.create_task(self._publish_views(), name="views"))
+            while not self._is_stopping:
+                for instruction in self._membership.tick():
+                    await self._execute(instruction)
+                await asyncio.sleep(TICK_S)
+        except Exception:
+            # Ray restarts the actor; a controller that has lost its loop must not linger.
+            logger.exception("the controller's loop failed")
+            os._exit(1)
+
+    async def _execute(self, instruction: Instruction) -> None:
+        self._view_wanted.set()
+        try:
+            if isinstance(instruction, StartWorker):
+                await asyncio.to_thread(self._launcher.start, instruction.worker_id)
+                return
+            logger.warning("worker_id=%s removed: %s", instruction.worker_id, instruction.cause)
+            self._placement.forget(instruction.worker_id)
+            for channel, (worker_id, _) in list(self._workers.items()):
+                if worker_id == instruction.worker_id:
+                    channel.close("this worker was removed")
+            await asyncio.to_thread(self._launcher.remove, instruction.worker_id)
+        except (ray.exceptions.RayError, ValueError, OSError):
+            # The membership keeps its deadline: a worker that was not created is replaced when its start times out.
+            logger.exception("worker_id=%s the instruction failed", instruction.worker_id)
+
+    async def _publish_views(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(VIEW_INTERVAL_S):
+                    await self._view_wanted.wait()
+            except TimeoutError:
+                pass
+            self._view_wanted.clear()
+            if not self._membership.is_settled:
+                # Ingresses know the workers better than a controller that has just restarted.
+                continue
+            self._view_no += 1
+            view = View(sequence_no=self._view_no, workers=self._membership.view())
+            for channel in tuple(self._ingresses):
+                self._post(channel, view)
+
+    # Channels.
+
+    def channel_opened(self, channel: Channel) -> None:
+        """See ChannelHandler; the first message tells who it is."""
+
+    def channel_closed(self, channel: Channel, reason: str) -> None:
+        """See ChannelHandler."""
+        self._ingresses.discard(channel)
+        worker = self._workers.pop(channel, None)
+        if worker is not None:
+            logger.warning("worker_id=%s channel closed: %s", worker[0], reason)
+            self._membership.lost(*worker)
+            self._view_wanted.set()
+
+    def message_received(self, channel: Channel, message: Message) -> None:
+        """See ChannelHandler."""
+        match message:
+            case Register():
+                self._register(channel, message)
+            case Report(worker_id=worker_id, load=load):
+                self._membership.reported(worker_id, load)
+                self._placement.reported(worker_id)
+            case Failed(worker_id=worker_id, cause=cause):
+                self._carry_out(self._membership.failed(worker_id, f"engine failed: {cause}"))
+            case Subscribe(ingress_id=ingress_id):
+                logger.info("ingress_id=%s subscribed", ingress_id)
+                self._ingresses.add(channel)
+                self._view_wanted.set()
+            case RouteQuery():
+                self._post(channel, RouteAnswer(query_id=message.query_id, route=self._route(message)))
+            case MetricsQuery(query_id=query_id):
+                self._scrape(channel, query_id)
+            case MetricsText():
+                self._collect(message)
+            case _:
+                channel.close(f"unexpected {type(message).__name__}")
+
+    def _route(self, query: RouteQuery) -> Route:
+        if not self._membership.is_settled:
+            return Route(worker_ids=(), reason="the controller has just started")
+        return self._placement.choose(self._membership.view(), query.num_prompt_tokens, query.excluded)
+
+    def _register(self, channel: Channel, message: Register) -> None:
+        info = message.info
+        if not self._membership.registered(info, message.load):
+            logger.warning("worker_id=%s is not of this deployment's present workers: removed", info.worker_id)
+            channel.close("unknown worker")
+            self._remember(asyncio.create_task(asyncio.to_thread(self._launcher.remove, info.worker_id)))
+            return
+        logger.info("worker_id=%s is ready: %s", info.worker_id, info.numerics_class)
+        self._workers[channel] = (info.worker_id, info.incarnation)
+        self._post(channel, Registered(worker_id=info.worker_id))
+        self._view_wanted.set()
+
+    def _carry_out(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            self._remember(asyncio.create_task(self._execute(instruction)))
+
+    def _remember(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.append(task)
+        task.add_done_callback(self._tasks.remove)
+
+    def _post(self, channel: Channel, message: Message) -> None:
+        try:
+            channel.post(message)
+        except ChannelClosedError as error:
+            logger.debug("a message could not be posted: %s", error)
+
+    # Merged metrics: ask everyone, answer when all have or the time is up.
+
+    def _scrape(self, channel: Channel, query_id: int) -> None:
+        self._num_scrapes += 1
+        number = self._num_scrapes
+        peers = {*self._workers, *self._ingresses}
+        self._scrapes[number] = _Scrape(channel, query_id, len(peers))
+        for peer in peers:
+            self._post(peer, MetricsRequest(query_id=number))
+        asyncio.get_running_loop().call_later(METRICS_TIMEOUT_S, self._finish_scrape, number)
+
+    def _collect(self, message: MetricsText) -> None:
+        scrape = self._scrapes.get(message.query_id)
+        if scrape is not None:
+            scrape.texts.append(message)
+            if len(scrape.texts) == scrape.num_peers:
+                self._finish_scrape(message.query_id)
+
+    def _finish_scrape(self, number: int) -> None:
+        scrape = self._scrapes.pop(number, None)
+        if scrape is not None:
+            self._post(scrape.channel, MetricsAnswer(query_id=scrape.query_id, texts=tuple(scrape.texts)))
+
+
+class _Scrape:
+    def __init__(self, channel: Channel, query_id: int, num_peers: int) -> None:
+        self.channel = channel
+        self.query_id = query_id
+        self.num_peers = num_peers
+        self.texts: list[MetricsText] = []

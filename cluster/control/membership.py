@@ -1,0 +1,196 @@
+"""Which workers exist and in which state: a pure table under an injected clock.
+
+    STARTING ── registered ──▶ READY ◀── registered again (its channel broke, or the controller is new)
+        │                        │
+        └─ start timeout ──┐     ├─ channel lost and not back within `lost_grace_s`
+                           ▼     ├─ failed (its engine threw)
+                          DEAD ◀─┴─ stalled (work, but no step for too long)
+
+Events in, instructions out. A dead worker is removed and, after a back-off that doubles with each death in a row,
+replaced. The shell (controller) executes instructions and calls `tick` regularly.
+"""
+
+from dataclasses import dataclass
+
+from pdserve.cluster.base.clock import Clock
+from pdserve.cluster.base.ids import Incarnation, WorkerId
+from pdserve.cluster.base.worker_info import WorkerInfo, WorkerLoad, WorkerState, WorkerView
+
+MAX_BACKOFF_S = 60.0
+STALL_STEPS = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartWorker:
+    """Create this worker."""
+
+    worker_id: WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoveWorker:
+    """Kill this worker and free what it holds."""
+
+    worker_id: WorkerId
+    cause: str
+
+
+Instruction = StartWorker | RemoveWorker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MembershipSettings:
+    """Targets and deadlines."""
+
+    target: int
+    start_timeout_s: float
+    backoff_s: float
+    lost_grace_s: float = 1.0
+    adopt_grace_s: float = 3.0
+    stall_s: float = 10.0
+
+
+@dataclass(slots=True)
+class _Member:
+    state: WorkerState
+    since_time: float
+    info: WorkerInfo | None = None
+    load: WorkerLoad = WorkerLoad()
+    lost_time: float | None = None
+    step_time: float = 0.0
+
+
+class Membership:
+    """The table."""
+
+    def __init__(self, settings: MembershipSettings, clock: Clock) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._members: dict[WorkerId, _Member] = {}
+        self._adopted: set[WorkerId] = set()
+        self._num_started = 0
+        self._deaths_in_row = 0
+        self._next_start_time = 0.0
+        self._last_deaths: list[str] = []
+
+    @property
+    def is_settled(self) -> bool:
+        """False while workers of an earlier controller may still be about to register again."""
+        self._adopted = {worker_id for worker_id in self._adopted if self._is_awaited(worker_id)}
+        return not self._adopted
+
+    def _is_awaited(self, worker_id: WorkerId) -> bool:
+        member = self._members.get(worker_id)
+        if member is None or member.info is not None:
+            return False
+        return self._clock.now() - member.since_time < self._settings.adopt_grace_s
+
+    def adopt(self, worker_id: WorkerId) -> None:
+        """A worker of an earlier controller was found by name; it will register by itself."""
+        self._adopted.add(worker_id)
+        self._members[worker_id] = _Member(WorkerState.STARTING, self._clock.now())
+        self._num_started = max(self._num_started, _number(worker_id) + 1)
+
+    def registered(self, info: WorkerInfo, load: WorkerLoad) -> bool:
+        """A worker is ready, or back; False if it was given up and must not serve."""
+        now = self._clock.now()
+        member = self._members.get(info.worker_id)
+        if member is None:
+            return False
+        if member.info is not None and member.info.incarnation != info.incarnation:
+            return False
+        if member.state is WorkerState.STARTING:
+            member.since_time = now
+        member.state = WorkerState.READY
+        member.info = info
+        member.load = load
+        member.lost_time = None
+        member.step_time = now
+        return True
+
+    def reported(self, worker_id: WorkerId, load: WorkerLoad) -> None:
+        """A load report arrived."""
+        member = self._members.get(worker_id)
+        if member is None or member.state is not WorkerState.READY:
+            return
+        if load.num_steps != member.load.num_steps or not load.has_runnable_work:
+            member.step_time = self._clock.now()
+        member.load = load
+
+    def lost(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        """The channel to that life of the worker ended; it leaves routing at once and may come back."""
+        member = self._members.get(worker_id)
+        if member is not None and member.info is not None and member.info.incarnation == incarnation:
+            member.lost_time = self._clock.now()
+
+    def failed(self, worker_id: WorkerId, cause: str) -> list[Instruction]:
+        """The worker cannot serve any more."""
+        return self._bury(worker_id, cause)
+
+    def tick(self) -> list[Instruction]:
+        """Apply deadlines and fill up to the target."""
+        now = self._clock.now()
+        instructions: list[Instruction] = []
+        for worker_id in list(self._members):
+            cause = self._overdue(self._members[worker_id], now)
+            if cause is not None:
+                instructions += self._bury(worker_id, cause)
+        self._forgive(now)
+        while len(self._members) < self._settings.target and now >= self._next_start_time:
+            worker_id = WorkerId(f"mixed-{self._num_started}")
+            self._num_started += 1
+            self._members[worker_id] = _Member(WorkerState.STARTING, now)
+            instructions.append(StartWorker(worker_id=worker_id))
+        return instructions
+
+    def view(self) -> tuple[WorkerView, ...]:
+        """Return every worker that has registered and not died."""
+        return tuple(
+            WorkerView(info=member.info, state=self._visible_state(member), load=member.load)
+            for member in self._members.values()
+            if member.info is not None
+        )
+
+    def starting(self) -> list[WorkerId]:
+        """Return the workers that have not registered yet."""
+        return [worker_id for worker_id, member in self._members.items() if member.info is None]
+
+    @property
+    def last_deaths(self) -> tuple[str, ...]:
+        """The latest deaths with their causes, newest last."""
+        return tuple(self._last_deaths)
+
+    def _visible_state(self, member: _Member) -> WorkerState:
+        return member.state if member.lost_time is None else WorkerState.DEAD
+
+    def _overdue(self, member: _Member, now: float) -> str | None:
+        settings = self._settings
+        if member.state is WorkerState.STARTING and now - member.since_time > settings.start_timeout_s:
+            return f"not ready within {settings.start_timeout_s:g} s"
+        if member.lost_time is not None and now - member.lost_time > settings.lost_grace_s:
+            return "its channel closed and it did not come back"
+        if member.state is WorkerState.READY and member.lost_time is None:
+            limit_s = max(settings.stall_s, STALL_STEPS * member.load.predicted_step_s)
+            if now - member.step_time > limit_s:
+                return f"stalled: work to do, but no step for {now - member.step_time:.1f} s"
+        return None
+
+    def _bury(self, worker_id: WorkerId, cause: str) -> list[Instruction]:
+        if self._members.pop(worker_id, None) is None:
+            return []
+        self._last_deaths = [*self._last_deaths[-9:], f"{worker_id}: {cause}"]
+        backoff_s = min(self._settings.backoff_s * 2**self._deaths_in_row, MAX_BACKOFF_S)
+        # The first death is replaced at once; a row of them waits longer each time.
+        self._next_start_time = self._clock.now() + (backoff_s if self._deaths_in_row else 0.0)
+        self._deaths_in_row += 1
+        return [RemoveWorker(worker_id=worker_id, cause=cause)]
+
+    def _forgive(self, now: float) -> None:
+        ready = [member for member in self._members.values() if member.state is WorkerState.READY]
+        if ready and all(now - member.since_time > MAX_BACKOFF_S for member in ready):
+            self._deaths_in_row = 0
+
+
+def _number(worker_id: WorkerId) -> int:
+    number = worker_id.rpartition("-")[2]
+    return int(number) if number.isdigit() else 0

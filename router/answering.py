@@ -1,0 +1,178 @@
+"""Runs the choices of one client request and turns their tokens into pieces of text, in order of arrival.
+
+Counts what the client sees: first token, gaps, endings.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from pdserve.cluster.base.clock import Clock
+from pdserve.cluster.base.errors import PdserveError
+from pdserve.cluster.base.metrics import IngressMetrics
+from pdserve.cluster.base.request import FinishReason, Request
+from pdserve.router.answers import Usage
+from pdserve.router.choice import Choice, Piece
+from pdserve.router.detokenizer import Decoder
+from pdserve.router.dispatch import Dispatcher, RequestStream
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexedPiece:
+    """A piece of one choice."""
+
+    index: int
+    piece: Piece
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerPlan:
+    """What to run: one engine request per choice, and how to turn its tokens into text."""
+
+    requests: Sequence[Request]
+    stops: Sequence[str]
+    endpoint: str
+    start_time: float
+
+
+class Answers:
+    """Starts answers; holds what they share, and their tasks until these have ended."""
+
+    def __init__(self, dispatcher: Dispatcher, decoder: Decoder, metrics: IngressMetrics, clock: Clock) -> None:
+        self.dispatcher = dispatcher
+        self.decoder = decoder
+        self.metrics = metrics
+        self.clock = clock
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, plan: AnswerPlan) -> "Answer":
+        """Place every choice and wait for its first event.
+
+        Raises what Dispatcher.open raises; then nothing of the answer is left running.
+        """
+        answer = Answer(plan, self)
+        try:
+            await answer.wait_placed()
+        except BaseException:
+            answer.close()
+            raise
+        return answer
+
+    def keep(self, task: "asyncio.Task[None]") -> None:
+        """Hold a reference to a task until it is done."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def stop(self) -> None:
+        """Wait for the tasks of closed answers."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class Answer:
+    """The choices of one client request, one engine request each. `close` must be called; it may be called twice."""
+
+    def __init__(self, plan: AnswerPlan, shared: Answers) -> None:
+        self.choices = [
+            Choice(index, shared.decoder, plan.stops, len(request.prompt_token_ids))
+            for index, request in enumerate(plan.requests)
+        ]
+        self._plan = plan
+        self._shared = shared
+        self._has_first_token = False
+        self._is_closed = False
+        self._pieces: asyncio.Queue[IndexedPiece | Exception] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        self._placed: list[asyncio.Future[None]] = [loop.create_future() for _ in self.choices]
+        self._tasks = [
+            asyncio.create_task(self._run(choice, request, placed), name=request.request_id)
+            for choice, request, placed in zip(self.choices, plan.requests, self._placed, strict=True)
+        ]
+        for task in self._tasks:
+            shared.keep(task)
+        shared.metrics.active.inc()
+
+    async def wait_placed(self) -> None:
+        """Return when every choice has its first event; raises the first error."""
+        await asyncio.gather(*self._placed)
+
+    async def pieces(self) -> AsyncIterator[IndexedPiece]:
+        """Yield pieces until every choice has ended. Raises the first error of any choice."""
+        num_open = len(self.choices)
+        while num_open:
+            item = await self._pieces.get()
+            if isinstance(item, Exception):
+                raise item
+            if item.piece.finish_reason is not None:
+                num_open -= 1
+            yield item
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far; each prompt counted once."""
+        return Usage(
+            num_prompt_tokens=sum(choice.num_prompt_tokens for choice in self.choices),
+            num_completion_tokens=sum(choice.num_tokens for choice in self.choices),
+        )
+
+    def close(self) -> None:
+        """Abort what has not ended. Does not wait: also callable while cancelled."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for task in self._tasks:
+            task.cancel()
+        for placed in self._placed:
+            if placed.done() and not placed.cancelled():
+                placed.exception()  # marks it as seen: gather raised only the first
+        self._shared.metrics.active.dec()
+        self._shared.metrics.e2e.observe(self._shared.clock.now() - self._plan.start_time)
+
+    async def _run(self, choice: Choice, request: Request, placed: "asyncio.Future[None]") -> None:
+        finished = self._shared.metrics.finished
+        try:
+            async with self._shared.dispatcher.open(request) as stream:
+                if not placed.done():
+                    placed.set_result(None)
+                reason = await self._pump(choice, stream)
+                finished.labels(self._plan.endpoint, reason.value).inc()
+        except asyncio.CancelledError:
+            finished.labels(self._plan.endpoint, FinishReason.ABORT.value).inc()
+            placed.cancel()
+            raise
+        except Exception as error:  # noqa: BLE001 — the barrier of a choice: every failure ends it with an error
+            if not isinstance(error, PdserveError):
+                logger.exception("request_id=%s failed in the ingress", request.request_id)
+            if placed.done():
+                finished.labels(self._plan.endpoint, FinishReason.ERROR.value).inc()
+                self._pieces.put_nowait(error)
+            else:
+                placed.set_exception(error)
+
+    async def _pump(self, choice: Choice, stream: RequestStream) -> FinishReason:
+        """Feed one choice from its stream until it ends."""
+        clock = self._shared.clock
+        last_time: float | None = None
+        async for delta in stream:
+            if delta.token_ids:
+                now = clock.now()
+                self._observe(len(delta.token_ids), now, last_time)
+                last_time = now
+            piece = choice.push(delta)
+            if piece.text or piece.finish_reason is not None:
+                self._pieces.put_nowait(IndexedPiece(index=choice.index, piece=piece))
+            if piece.finish_reason is not None:
+                return piece.finish_reason
+        raise AssertionError("a stream ends with a finish reason")
+
+    def _observe(self, num_tokens: int, now: float, last_time: float | None) -> None:
+        metrics = self._shared.metrics
+        metrics.generated_tokens.inc(num_tokens)
+        if not self._has_first_token:
+            self._has_first_token = True
+            metrics.ttft.observe(now - self._plan.start_time)
+        if last_time is not None:
+            for _ in range(num_tokens):
+                metrics.itl.observe((now - last_time) / num_tokens)

@@ -1,0 +1,111 @@
+"""The OpenAI response bodies. Pure."""
+
+from dataclasses import dataclass
+
+from pdserve.cluster.base.request import FinishReason
+
+Json = dict[str, "Json | list[Json] | str | int | float | None"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Token counts of an answer."""
+
+    num_prompt_tokens: int
+    num_completion_tokens: int
+
+    def as_json(self) -> Json:
+        """Return OpenAI's usage object."""
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_completion_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
+        }
+
+
+class CompletionShape:
+    """Bodies of /v1/completions."""
+
+    endpoint = "completions"
+    id_prefix = "cmpl-"
+
+    def __init__(self, request_id: str, model: str, created: int) -> None:
+        self._head: Json = {"id": request_id, "object": "text_completion", "created": created, "model": model}
+
+    def opening(self, index: int) -> Json | None:
+        """Return the chunk before the first text of a choice: none here."""
+        return None
+
+    def chunk(self, index: int, text: str, finish_reason: FinishReason | None) -> Json:
+        """Return a streamed chunk."""
+        return {**self._head, "choices": [self._choice(index, text, finish_reason)]}
+
+    def usage_chunk(self, usage: Usage) -> Json:
+        """Return the last chunk, with usage and no choice."""
+        return {**self._head, "choices": [], "usage": usage.as_json()}
+
+    def whole(self, texts: list[tuple[str, FinishReason]], usage: Usage) -> Json:
+        """Return the body of an answer that is not streamed."""
+        choices: list[Json] = [self._choice(index, text, reason) for index, (text, reason) in enumerate(texts)]
+        return {**self._head, "choices": choices, "usage": usage.as_json()}
+
+    def _choice(self, index: int, text: str, finish_reason: FinishReason | None) -> Json:
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+
+
+class ChatShape:
+    """Bodies of /v1/chat/completions."""
+
+    endpoint = "chat"
+    id_prefix = "chatcmpl-"
+
+    def __init__(self, request_id: str, model: str, created: int) -> None:
+        self._request_id = request_id
+        self._model = model
+        self._created = created
+
+    def _head(self, kind: str) -> Json:
+        return {"id": self._request_id, "object": kind, "created": self._created, "model": self._model}
+
+    def opening(self, index: int) -> Json | None:
+        """Return the chunk that names the role."""
+        delta: Json = {"role": "assistant", "content": ""}
+        choice: Json = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return {**self._head("chat.completion.chunk"), "choices": [choice]}
+
+    def chunk(self, index: int, text: str, finish_reason: FinishReason | None) -> Json:
+        """Return a streamed chunk."""
+        delta: Json = {"content": text} if text else {}
+        choice: Json = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return {**self._head("chat.completion.chunk"), "choices": [choice]}
+
+    def usage_chunk(self, usage: Usage) -> Json:
+        """Return the last chunk, with usage and no choice."""
+        return {**self._head("chat.completion.chunk"), "choices": [], "usage": usage.as_json()}
+
+    def whole(self, texts: list[tuple[str, FinishReason]], usage: Usage) -> Json:
+        """Return the body of an answer that is not streamed."""
+        choices: list[Json] = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": text, "refusal": None},
+                "logprobs": None,
+                "finish_reason": reason,
+            }
+            for index, (text, reason) in enumerate(texts)
+        ]
+        return {**self._head("chat.completion"), "choices": choices, "usage": usage.as_json()}
+
+
+Shape = CompletionShape | ChatShape
+
+
+def error_body(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> Json:
+    """Return OpenAI's error object."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def model_list(names: list[str], created: int) -> Json:
+    """Return the body of /v1/models."""
+    data: list[Json] = [{"id": name, "object": "model", "created": created, "owned_by": "pdserve"} for name in names]
+    return {"object": "list", "data": data}

@@ -1,0 +1,228 @@
+"""The OpenAI request bodies that pdserve accepts, checked field by field.
+
+Everything is strict: a wrong type, a number out of range, an unknown field or a parameter that is not supported yet is
+an InvalidRequestError that names the field. null means "not given", as OpenAI's clients send it.
+"""
+
+import math
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from pdserve.cluster.base.errors import InvalidRequestError
+
+MAX_STOP_STRINGS = 4
+MAX_STOP_LENGTH = 1000
+MAX_PROMPTS = 128
+MAX_MESSAGES = 4096
+MAX_SEED = 2**63 - 1
+
+Body = TypeVar("Body", bound="GenerationBody")
+Tokens = list[Annotated[int, Field(strict=True)]]
+
+# OpenAI parameters that change the answer and are not supported yet, with the value that means "off".
+_OFF_VALUES: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "frequency_penalty": (0, 0.0),
+    "presence_penalty": (0, 0.0),
+}
+
+
+class StreamOptions(BaseModel):
+    """Options of a streamed answer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool = False
+
+
+class GenerationBody(BaseModel):
+    """Fields that both endpoints share."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
+    top_k: int | None = Field(default=None, ge=-1, le=2**31 - 1)
+    min_p: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
+    seed: int | None = Field(default=None, ge=-MAX_SEED - 1, le=MAX_SEED)
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "GenerationBody":
+        if self.stream_options is not None and not self.stream:
+            raise _FieldError("stream_options", "is only allowed with stream=true")
+        if self.max_tokens is not None and self.max_completion_tokens is not None and (
+            self.max_tokens != self.max_completion_tokens
+        ):
+            raise _FieldError("max_completion_tokens", "differs from max_tokens; give one of them")
+        stops = self.stop_strings
+        if len(stops) > MAX_STOP_STRINGS:
+            raise _FieldError("stop", f"holds {len(stops)} strings; at most {MAX_STOP_STRINGS} are allowed")
+        for text in stops:
+            if not text:
+                raise _FieldError("stop", "holds an empty string")
+            if len(text) > MAX_STOP_LENGTH:
+                raise _FieldError("stop", f"holds a string over {MAX_STOP_LENGTH} characters")
+        return self
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings, as a tuple."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def token_limit(self) -> int | None:
+        """max_tokens under either name."""
+        return self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
+
+    @property
+    def wants_usage_chunk(self) -> bool:
+        """True if a stream ends with a usage chunk."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | Tokens | list[Tokens]
+
+    @model_validator(mode="after")
+    def _prompts_present(self) -> "CompletionBody":
+        if isinstance(self.prompt, list):
+            if not self.prompt:
+                raise _FieldError("prompt", "is empty")
+            if not isinstance(self.prompt[0], int) and len(self.prompt) > MAX_PROMPTS:
+                raise _FieldError("prompt", f"holds {len(self.prompt)} prompts; at most {MAX_PROMPTS} are allowed")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One entry per prompt: text or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        prompts: list[str | list[int]] = []
+        if self.prompt and isinstance(self.prompt[0], int):
+            prompts.append([token for token in self.prompt if isinstance(token, int)])
+            return prompts
+        prompts.extend(prompt for prompt in self.prompt if not isinstance(prompt, int))
+        return prompts
+
+
+class TextPart(BaseModel):
+    """A text part of a message."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """One message. Several text parts are joined without a separator."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The content as one string."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+
+
+class _FieldError(ValueError):
+    """A rule over several fields, or within one, is broken; keeps the field's name."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field} {message}")
+        self.field = field
+
+
+def parse_completion(raw: object) -> CompletionBody:
+    """Validate the body of /v1/completions."""
+    return _parse(CompletionBody, raw)
+
+
+def parse_chat(raw: object) -> ChatBody:
+    """Validate the body of /v1/chat/completions."""
+    return _parse(ChatBody, raw)
+
+
+def _parse(kind: type[Body], raw: object) -> Body:
+    if not isinstance(raw, dict):
+        raise InvalidRequestError("the body must be a JSON object", code="invalid_body")
+    given = {key: value for key, value in raw.items() if value is not None and not _is_off(key, value)}
+    unsupported = sorted(str(key) for key in given if key not in kind.model_fields)
+    if unsupported:
+        name = unsupported[0]
+        raise InvalidRequestError(
+            f"{name} is not supported (README, Not yet)" if name in KNOWN_FIELDS else f"unknown field {name}",
+            param=name,
+            code="unsupported_parameter",
+        )
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise _explain(error) from error
+
+
+def _is_off(key: object, value: object) -> bool:
+    off = _OFF_VALUES.get(key) if isinstance(key, str) else None
+    return off is not None and any(value == candidate and type(value) is type(candidate) for candidate in off)
+
+
+def _explain(error: ValidationError) -> InvalidRequestError:
+    items = error.errors()
+    # Of a union's many complaints the one deepest in the value says most.
+    item = max(items, key=lambda entry: len(entry["loc"]))
+    cause = item.get("ctx", {}).get("error")
+    if isinstance(cause, _FieldError):
+        return InvalidRequestError(str(cause), param=cause.field)
+    path = [part for part in item["loc"] if not (isinstance(part, str) and ("[" in part or part in _UNION_TAGS))]
+    param = str(path[0]) if path else None
+    where = ".".join(str(part) for part in path)
+    value = item.get("input")
+    shown = "" if isinstance(value, dict | list) or item["type"] == "missing" else f" (got {_shorten(value)})"
+    code = "missing_required_parameter" if item["type"] == "missing" else "invalid_value"
+    return InvalidRequestError(f"{where}: {item['msg']}{shown}", param=param, code=code)
+
+
+def _shorten(value: object) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+_UNION_TAGS = frozenset({"str", "int", "TextPart"})
+
+KNOWN_FIELDS = frozenset(
+    {
+        "audio", "best_of", "echo", "frequency_penalty", "function_call", "functions", "logit_bias", "logprobs",
+        "metadata", "min_tokens", "modalities", "n", "parallel_tool_calls", "prediction", "presence_penalty",
+        "prompt_cache_key", "reasoning_effort", "repetition_penalty", "response_format", "safety_identifier",
+        "service_tier", "stop_token_ids", "store", "suffix", "tool_choice", "tools", "top_logprobs", "user",
+        "verbosity", "web_search_options",
+    }
+)  # fmt: skip
+"""OpenAI (and common extension) fields that exist elsewhere but not here yet."""

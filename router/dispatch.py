@@ -1,0 +1,299 @@
+"""The life of a request in the ingress: routed, sent, streamed, ended exactly once.
+
+`Dispatcher.open` places a request and yields its `RequestStream`; leaving the context aborts what has not ended. A
+channel loss is not a worker's death: the stream waits `RECLAIM_S` for the channel to come back and reclaims its tokens;
+after that, or when the controller says that the worker is gone, it ends with WorkerLostError.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from pdserve.cluster.base.errors import (
+    ChannelClosedError,
+    NoWorkerError,
+    OverloadedError,
+    PdserveError,
+    ProtocolError,
+    WorkerLostError,
+)
+from pdserve.cluster.base.ids import IngressId, RequestId, WorkerId
+from pdserve.cluster.base.messages import Abort, Busy, Generate, Message, NotFound, Reclaim, Tokens
+from pdserve.cluster.base.request import Request, TokenDelta
+from pdserve.cluster.base.route import Route
+from pdserve.cluster.base.wire import Channel, ChannelClient, ChannelSettings
+from pdserve.cluster.base.worker_info import Endpoint, WorkerInfo, WorkerState, WorkerView
+from pdserve.router.controller_client import ControllerClient
+
+logger = logging.getLogger(__name__)
+
+RECLAIM_S = 1.0
+Key = tuple[RequestId, int]
+
+
+class RequestStream:
+    """The token deltas of one attempt; ends after the delta that carries a finish reason."""
+
+    def __init__(self, request: Request, route: Route, timeout_s: float) -> None:
+        self.request = request
+        self.route = route
+        self.next_index = len(request.resume_token_ids)
+        self.has_ended = False
+        self._timeout_s = timeout_s
+        self._events: asyncio.Queue[TokenDelta | PdserveError] = asyncio.Queue()
+        self._first: TokenDelta | None = None
+
+    @property
+    def key(self) -> Key:
+        """Request id and attempt."""
+        return self.request.request_id, self.request.attempt
+
+    def deliver(self, delta: TokenDelta) -> None:
+        """Take a delta from the channel; tokens already known are cut off."""
+        if self.has_ended:
+            return
+        known = self.next_index - delta.index
+        if known < 0:
+            self.fail(ProtocolError(f"tokens {self.next_index} to {delta.index - 1} are missing"))
+            return
+        if known >= len(delta.token_ids) and delta.finish_reason is None and delta.token_ids:
+            return
+        self.next_index = max(self.next_index, delta.index + len(delta.token_ids))
+        self.has_ended = delta.finish_reason is not None
+        self._events.put_nowait(_cut(delta, known))
+
+    def fail(self, error: PdserveError) -> None:
+        """End the stream with an error; the first ending wins."""
+        if not self.has_ended:
+            self.has_ended = True
+            self._events.put_nowait(error)
+
+    async def wait_first(self) -> None:
+        """Wait for the first event; raises if it is an error (BUSY, a lost worker)."""
+        self._first = await self._next()
+
+    async def __aiter__(self) -> AsyncIterator[TokenDelta]:
+        delta = self._first if self._first is not None else await self._next()
+        while True:
+            yield delta
+            if delta.finish_reason is not None:
+                return
+            delta = await self._next()
+
+    async def _next(self) -> TokenDelta:
+        try:
+            event = await asyncio.wait_for(self._events.get(), self._timeout_s)
+        except TimeoutError as error:
+            raise WorkerLostError(f"no token within {self._timeout_s:g} s") from error
+        if isinstance(event, PdserveError):
+            raise event
+        return event
+
+
+def _cut(delta: TokenDelta, known: int) -> TokenDelta:
+    if known <= 0:
+        return delta
+    return TokenDelta(
+        request_id=delta.request_id,
+        attempt=delta.attempt,
+        sample=delta.sample,
+        index=delta.index + min(known, len(delta.token_ids)),
+        token_ids=delta.token_ids[known:],
+        finish_reason=delta.finish_reason,
+        error=delta.error,
+        num_cached_tokens=delta.num_cached_tokens,
+    )
+
+
+class WorkerLink:
+    """The ingress's channel to one life of a worker, and the streams it carries."""
+
+    def __init__(self, info: WorkerInfo, settings: ChannelSettings) -> None:
+        self.info = info
+        self._channel: Channel | None = None
+        self._streams: dict[Key, RequestStream] = {}
+        self._loop = asyncio.get_running_loop()
+        self._deadline: asyncio.TimerHandle | None = None
+
+        async def resolve() -> Endpoint:
+            return info.endpoint
+
+        self._client = ChannelClient(settings, self, resolve, name=info.worker_id)
+        self._client.start()
+
+    @property
+    def is_open(self) -> bool:
+        """True while requests can be sent."""
+        return self._channel is not None
+
+    @property
+    def is_idle(self) -> bool:
+        """True if nothing would be lost by closing."""
+        return self._channel is None or not self._streams
+
+    def send(self, stream: RequestStream) -> None:
+        """Send the stream's request. Raises ChannelClosedError."""
+        if self._channel is None:
+            raise ChannelClosedError(f"{self.info.worker_id} is not connected")
+        self._channel.post(Generate(request=stream.request))
+        self._streams[stream.key] = stream
+
+    def release(self, stream: RequestStream) -> None:
+        """Forget a stream; if it has not ended, tell the worker to stop."""
+        held = self._streams.pop(stream.key, None)
+        if held is None or stream.has_ended or self._channel is None:
+            return
+        stream.has_ended = True
+        request_id, attempt = stream.key
+        try:
+            self._channel.post(Abort(request_id=request_id, attempt=attempt))
+        except ChannelClosedError as error:
+            # The worker aborts by itself what nobody reclaims.
+            logger.debug("request_id=%s abort not sent: %s", request_id, error)
+
+    async def close(self, cause: str) -> None:
+        """The worker is gone: fail every stream and disconnect."""
+        self._fail_all(cause)
+        await self._client.stop()
+
+    def channel_opened(self, channel: Channel) -> None:
+        """See ChannelHandler: after a reconnect, reclaim."""
+        self._channel = channel
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        for (request_id, attempt), stream in self._streams.items():
+            channel.post(Reclaim(request_id=request_id, attempt=attempt, next_index=stream.next_index))
+
+    def channel_closed(self, channel: Channel, reason: str) -> None:
+        """See ChannelHandler: give the channel a moment to come back."""
+        self._channel = None
+        self._deadline = self._loop.call_later(
+            RECLAIM_S, self._fail_all, f"worker {self.info.worker_id} was lost: {reason}"
+        )
+
+    def message_received(self, channel: Channel, message: Message) -> None:
+        """See ChannelHandler."""
+        match message:
+            case Tokens(deltas=deltas):
+                for delta in deltas:
+                    stream = self._streams.get((delta.request_id, delta.attempt))
+                    if stream is not None:
+                        stream.deliver(delta)
+            case Busy(request_id=request_id, attempt=attempt, reason=reason):
+                self._fail((request_id, attempt), OverloadedError(reason))
+            case NotFound(request_id=request_id, attempt=attempt):
+                self._fail((request_id, attempt), WorkerLostError("the worker no longer holds the request"))
+            case _:
+                channel.close(f"unexpected {type(message).__name__} from a worker")
+
+    def _fail(self, key: Key, error: PdserveError) -> None:
+        stream = self._streams.get(key)
+        if stream is not None:
+            stream.fail(error)
+
+    def _fail_all(self, cause: str) -> None:
+        for stream in self._streams.values():
+            stream.fail(WorkerLostError(cause))
+
+
+class Dispatcher:
+    """Places requests on workers."""
+
+    def __init__(
+        self,
+        ingress_id: IngressId,
+        settings: ChannelSettings,
+        resolve_controller: Callable[[], Awaitable[Endpoint]],
+        *,
+        route_timeout_s: float,
+        token_timeout_s: float,
+        metrics_text: Callable[[], str],
+    ) -> None:
+        self._settings = settings
+        self._token_timeout_s = token_timeout_s
+        self._links: dict[tuple[WorkerId, str], WorkerLink] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self.controller = ControllerClient(
+            ingress_id,
+            settings,
+            resolve_controller,
+            route_timeout_s=route_timeout_s,
+            on_view=self._view_changed,
+            metrics_text=metrics_text,
+        )
+
+    def start(self) -> None:
+        """Connect to the controller; workers follow its view."""
+        self.controller.start()
+
+    async def stop(self) -> None:
+        """Disconnect from everyone."""
+        await self.controller.stop()
+        links, self._links = list(self._links.values()), {}
+        for link in links:
+            await link.close("the ingress stops")
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    @property
+    def has_worker(self) -> bool:
+        """True if a ready worker is connected."""
+        ready = {
+            worker.info.worker_id for worker in self.controller.view if worker.state is WorkerState.READY
+        }
+        return any(link.is_open and worker_id in ready for (worker_id, _), link in self._links.items())
+
+    @asynccontextmanager
+    async def open(self, request: Request) -> AsyncIterator[RequestStream]:
+        """Place a request and wait for its first event.
+
+        Raises NoWorkerError if nobody can take it, OverloadedError if all candidates are busy, WorkerLostError if the
+        worker dies first.
+        """
+        link, stream = await self._place(request)
+        try:
+            yield stream
+        finally:
+            link.release(stream)
+
+    async def _place(self, request: Request) -> tuple[WorkerLink, RequestStream]:
+        route = await self.controller.route(request, ())
+        if not route.worker_ids:
+            raise NoWorkerError(route.reason)
+        refusal: PdserveError = NoWorkerError("no routed worker is connected")
+        for worker_id in route.worker_ids:
+            link = self._link(worker_id)
+            if link is None:
+                continue
+            stream = RequestStream(request, route, self._token_timeout_s)
+            try:
+                link.send(stream)
+                await stream.wait_first()
+            except (OverloadedError, ChannelClosedError) as error:
+                refusal = error
+                link.release(stream)
+                continue
+            except BaseException:
+                link.release(stream)
+                raise
+            logger.info("request_id=%s worker_id=%s %s", request.request_id, worker_id, route.reason)
+            return link, stream
+        raise refusal
+
+    def _link(self, worker_id: WorkerId) -> WorkerLink | None:
+        return next(
+            (link for (name, _), link in self._links.items() if name == worker_id and link.is_open), None
+        )
+
+    def _view_changed(self, workers: tuple[WorkerView, ...]) -> None:
+        present = {(worker.info.worker_id, worker.info.incarnation): worker.info for worker in workers}
+        # A worker that left the view may still be finishing streams: its link ends with its channel or its last stream.
+        for key in [key for key, link in self._links.items() if key not in present and link.is_idle]:
+            link = self._links.pop(key)
+            task = asyncio.create_task(link.close(f"worker {key[0]} was removed by the controller"))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+        for key, info in present.items():
+            if key not in self._links:
+                self._links[key] = WorkerLink(info, self._settings)

@@ -1,0 +1,294 @@
+"""The Serve deployment: HTTP in, OpenAI-shaped answers out.
+
+Routes, bodies, errors, streaming. What a request means is in api, tokenization and answering; where it goes in dispatch.
+"""
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.exceptions import HTTPException
+
+from pdserve.cluster.base.clock import SystemClock
+from pdserve.cluster.base.config import IngressConfig
+from pdserve.cluster.base.errors import InvalidRequestError, PdserveError
+from pdserve.cluster.base.ids import IngressId, RequestId
+from pdserve.cluster.base.logs import configure_logging
+from pdserve.cluster.base.metrics import IngressMetrics, merge_metrics
+from pdserve.cluster.base.request import Request as EngineRequest
+from pdserve.cluster.base.request import FinishReason, SamplingParams
+from pdserve.cluster.base.wire import ChannelSettings
+from pdserve.cluster.base.worker_info import Endpoint
+from pdserve.router.answering import AnswerPlan, Answers
+from pdserve.router.answers import ChatShape, CompletionShape, Shape, error_body, model_list
+from pdserve.router.api import GenerationBody, parse_chat, parse_completion
+from pdserve.router.dispatch import Dispatcher
+from pdserve.router.http_errors import describe_error
+from pdserve.router.sse import ClosingStream, stream_events
+from pdserve.router.tokenization import FALLBACK_STOP, Tokenizer
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default for /v1/completions; chat answers default to all that fits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IngressSettings:
+    """Everything a replica needs to know."""
+
+    config: IngressConfig
+    channel: ChannelSettings
+    served_name: str
+    model_folder: str
+    vocab_size: int
+    max_model_len: int
+
+
+class Ingress:
+    """One replica. Serve builds its ASGI application after the constructor."""
+
+    def __init__(self, settings: IngressSettings, resolve_controller: Callable[[], Awaitable[Endpoint]]) -> None:
+        configure_logging()
+        self._settings = settings
+        self._resolve_controller = resolve_controller
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Return the application; called by Serve."""
+        return build_app(self._settings, self._resolve_controller)
+
+
+def build_app(settings: IngressSettings, resolve_controller: Callable[[], Awaitable[Endpoint]]) -> FastAPI:
+    """Return the ASGI application of one replica."""
+    service = _Service(settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await service.start(resolve_controller)
+        yield
+        await service.stop()
+
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(PdserveError, service.on_error)
+    app.add_exception_handler(Exception, service.on_error)
+    app.add_api_route("/v1/completions", service.completions, methods=["POST"])
+    app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"])
+    app.add_api_route("/v1/models", service.models, methods=["GET"])
+    app.add_api_route("/v1/models/{name:path}", service.model, methods=["GET"])
+    app.add_api_route("/health", service.health, methods=["GET"])
+    app.add_api_route("/ready", service.ready, methods=["GET"])
+    app.add_api_route("/metrics", service.metrics, methods=["GET"])
+    return app
+
+
+class _Service:
+    """The handlers and what they share."""
+
+    def __init__(self, settings: IngressSettings) -> None:
+        self._settings = settings
+        self._clock = SystemClock()
+        self._metrics = IngressMetrics()
+        self._created = int(time.time())
+        self._started: tuple[Tokenizer, Answers] | None = None
+
+    async def start(self, resolve_controller: Callable[[], Awaitable[Endpoint]]) -> None:
+        """Load the tokenizer and connect."""
+        settings = self._settings
+        tokenizer = await asyncio.to_thread(
+            Tokenizer,
+            Path(settings.model_folder),
+            vocab_size=settings.vocab_size,
+            max_model_len=settings.max_model_len,
+        )
+        dispatcher = Dispatcher(
+            IngressId(secrets.token_hex(4)),
+            settings.channel,
+            resolve_controller,
+            route_timeout_s=settings.config.route_timeout_s,
+            token_timeout_s=settings.config.token_timeout_s,
+            metrics_text=self._metrics.text,
+        )
+        dispatcher.start()
+        self._started = tokenizer, Answers(dispatcher, tokenizer, self._metrics, self._clock)
+
+    async def stop(self) -> None:
+        """Disconnect; streams that still run end with an error."""
+        await self._answers.dispatcher.stop()
+        await self._answers.stop()
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        assert self._started is not None, "the lifespan starts the service before any request"
+        return self._started[0]
+
+    @property
+    def _answers(self) -> Answers:
+        assert self._started is not None, "the lifespan starts the service before any request"
+        return self._started[1]
+
+    # Handlers.
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        start_time = self._clock.now()
+        self._metrics.requests.labels(CompletionShape.endpoint).inc()
+        body = parse_completion(await self._read_json(request))
+        self._check_model(body.model)
+        base = _draw_id(CompletionShape.id_prefix)
+        requests = await asyncio.to_thread(self._completion_requests, base, body.prompts, body)
+        shape = CompletionShape(base, self._settings.served_name, int(time.time()))
+        plan = AnswerPlan(
+            requests=requests, stops=body.stop_strings, endpoint=shape.endpoint, start_time=start_time
+        )
+        return await self._answer(plan, shape, body)
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        start_time = self._clock.now()
+        self._metrics.requests.labels(ChatShape.endpoint).inc()
+        body = parse_chat(await self._read_json(request))
+        self._check_model(body.model)
+        tokenizer = self._tokenizer
+        ids = await asyncio.to_thread(tokenizer.encode_chat, body.messages)
+        base = _draw_id(ChatShape.id_prefix)
+        requests = [self._engine_request(base, ids, body, None, "messages")]
+        stops = body.stop_strings if tokenizer.has_chat_template else (*body.stop_strings, FALLBACK_STOP)
+        shape = ChatShape(base, self._settings.served_name, int(time.time()))
+        plan = AnswerPlan(requests=requests, stops=stops, endpoint=shape.endpoint, start_time=start_time)
+        return await self._answer(plan, shape, body)
+
+    async def models(self) -> Response:
+        """GET /v1/models."""
+        return JSONResponse(model_list([self._settings.served_name], self._created))
+
+    async def model(self, name: str) -> Response:
+        """GET /v1/models/NAME."""
+        self._check_model(name)
+        return JSONResponse(
+            {"id": name, "object": "model", "created": self._created, "owned_by": "pdserve"}
+        )
+
+    async def health(self) -> Response:
+        """GET /health: this replica runs."""
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self) -> Response:
+        """GET /ready: a request sent now finds a worker."""
+        if self._answers.dispatcher.has_worker:
+            return JSONResponse({"status": "ready", "controller": self._answers.dispatcher.controller.is_connected})
+        return JSONResponse(error_body("no worker is ready", "service_unavailable"), status_code=503)
+
+    async def metrics(self) -> Response:
+        """GET /metrics: every process of the deployment, merged."""
+        texts = await self._answers.dispatcher.controller.metrics()
+        return PlainTextResponse(merge_metrics({text.process: text.text for text in texts}))
+
+    async def on_error(self, request: Request, error: Exception) -> Response:
+        """Turn an error before the first byte into its status and body."""
+        status, body, headers = describe_error(error)
+        if status == 500:
+            logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        self._metrics.rejected.labels(str(status)).inc()
+        return JSONResponse(body, status_code=status, headers=headers)
+
+    # Steps of a generation.
+
+    async def _read_json(self, request: Request) -> object:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise InvalidRequestError(
+                f"content-type must be application/json, not {kind or 'absent'}", code="unsupported_media_type", status=415
+            )
+        limit = self._settings.config.max_body_bytes
+        chunks, size = [], 0
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > limit:
+                raise InvalidRequestError(f"the body is over {limit} bytes", code="body_too_large", status=413)
+            chunks.append(chunk)
+        try:
+            return json.loads(b"".join(chunks), parse_constant=_refuse_constant)
+        except RecursionError as error:
+            raise InvalidRequestError("the body is nested too deeply", code="invalid_json") from error
+        except ValueError as error:
+            raise InvalidRequestError(f"the body is not valid JSON: {error}", code="invalid_json") from error
+
+    def _check_model(self, name: str) -> None:
+        if name != self._settings.served_name:
+            raise InvalidRequestError(
+                f"model {name!r} does not exist; served: {self._settings.served_name!r}",
+                param="model",
+                code="model_not_found",
+                status=404,
+            )
+
+    def _completion_requests(
+        self, base: RequestId, prompts: list[str | list[int]], body: GenerationBody
+    ) -> list[EngineRequest]:
+        encoded = [self._tokenizer.encode_prompt(prompt) for prompt in prompts]
+        ids = [base] if len(prompts) == 1 else [RequestId(f"{base}-{number}") for number in range(len(prompts))]
+        return [
+            self._engine_request(request_id, prompt_ids, body, DEFAULT_COMPLETION_TOKENS, "prompt")
+            for request_id, prompt_ids in zip(ids, encoded, strict=True)
+        ]
+
+    def _engine_request(
+        self, request_id: RequestId, ids: tuple[int, ...], body: GenerationBody, default_tokens: int | None, param: str
+    ) -> EngineRequest:
+        self._metrics.prompt_tokens.inc(len(ids))
+        seed = body.seed if body.seed is not None else secrets.randbits(63)
+        return EngineRequest(
+            request_id=request_id,
+            attempt=0,
+            prompt_token_ids=ids,
+            sampling=SamplingParams(
+                max_tokens=self._tokenizer.output_limit(len(ids), body.token_limit, default_tokens, param),
+                temperature=1.0 if body.temperature is None else body.temperature,
+                top_k=max(0, body.top_k or 0),
+                top_p=1.0 if body.top_p is None else body.top_p,
+                min_p=body.min_p or 0.0,
+                seed=seed % 2**64,
+                ignore_eos=bool(body.ignore_eos),
+            ),
+        )
+
+    async def _answer(self, plan: AnswerPlan, shape: Shape, body: GenerationBody) -> Response:
+        # Placed here, so that an error before the first token is an HTTP status, not an event.
+        answer = await self._answers.start(plan)
+        if body.stream:
+            events = stream_events(answer, shape, wants_usage=body.wants_usage_chunk)
+            return ClosingStream(events, answer.close)
+        try:
+            texts = ["" for _ in answer.choices]
+            reasons = [FinishReason.ERROR for _ in answer.choices]
+            async for item in answer.pieces():
+                texts[item.index] += item.piece.text
+                reasons[item.index] = item.piece.finish_reason or reasons[item.index]
+            return JSONResponse(shape.whole(list(zip(texts, reasons, strict=True)), answer.usage))
+        finally:
+            answer.close()
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _draw_id(prefix: str) -> RequestId:
+    return RequestId(prefix + secrets.token_hex(12))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    messages = {404: f"no such path: {request.url.path}", 405: f"{request.method} is not allowed on {request.url.path}"}
+    headers = error.headers if isinstance(error, HTTPException) else None
+    body = error_body(messages.get(status, "the request cannot be served"), "invalid_request_error")
+    return JSONResponse(body, status_code=status, headers=headers)

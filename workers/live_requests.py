@@ -1,0 +1,119 @@
+"""The requests a worker holds, and the channel each one's tokens go to. Pure.
+
+    LIVE ── channel closes ──▶ ORPHANED ── reclaimed in time ──▶ LIVE
+                                  └────── not reclaimed ────────▶ dropped (the engine aborts it)
+
+Emitted tokens are kept until the ending is delivered, so a reclaiming ingress misses none and gets none twice.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from pdserve.cluster.base.ids import RequestId
+from pdserve.cluster.base.request import FinishReason, Request, TokenDelta
+
+Key = tuple[RequestId, int]
+ChannelId = int
+
+
+@dataclass(slots=True)
+class _Live:
+    channel: ChannelId | None
+    first_index: int
+    token_ids: list[int] = field(default_factory=list)
+    ending: TokenDelta | None = None
+    orphaned_time: float = 0.0
+
+
+class LiveRequests:
+    """Routes token deltas to channels."""
+
+    def __init__(self, *, reclaim_s: float) -> None:
+        self._reclaim_s = reclaim_s
+        self._live: dict[Key, _Live] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def add(self, request: Request, channel: ChannelId) -> bool:
+        """Take a request in; False if that attempt is already here."""
+        key = (request.request_id, request.attempt)
+        if key in self._live:
+            return False
+        self._live[key] = _Live(channel, first_index=len(request.resume_token_ids))
+        return True
+
+    def channel_of(self, key: Key) -> ChannelId | None:
+        """Return where the request's tokens go now; None if nowhere."""
+        live = self._live.get(key)
+        return None if live is None else live.channel
+
+    def drop(self, key: Key) -> bool:
+        """Forget a request; False if it was not here."""
+        return self._live.pop(key, None) is not None
+
+    def deliver(self, deltas: Iterable[TokenDelta]) -> dict[ChannelId, list[TokenDelta]]:
+        """Record deltas; return what to send, by channel. Deltas of unknown requests are dropped."""
+        outgoing: dict[ChannelId, list[TokenDelta]] = {}
+        for delta in deltas:
+            key = (delta.request_id, delta.attempt)
+            live = self._live.get(key)
+            if live is None:
+                continue
+            live.token_ids.extend(delta.token_ids)
+            if delta.finish_reason is not None:
+                live.ending = delta
+            if live.channel is not None:
+                outgoing.setdefault(live.channel, []).append(delta)
+                if live.ending is not None:
+                    del self._live[key]
+        return outgoing
+
+    def channel_closed(self, channel: ChannelId, now: float) -> int:
+        """Orphan the channel's requests; return how many."""
+        orphans = [live for live in self._live.values() if live.channel == channel]
+        for live in orphans:
+            live.channel = None
+            live.orphaned_time = now
+        return len(orphans)
+
+    def reclaim(self, key: Key, channel: ChannelId, next_index: int) -> TokenDelta | None:
+        """Attach a request to a new channel; return the tokens it has not seen, or None if the request is not here."""
+        live = self._live.get(key)
+        if live is None or not 0 <= next_index - live.first_index <= len(live.token_ids):
+            return None
+        live.channel = channel
+        missed = tuple(live.token_ids[next_index - live.first_index :])
+        if live.ending is None:
+            return TokenDelta(request_id=key[0], attempt=key[1], sample=0, index=next_index, token_ids=missed)
+        del self._live[key]
+        return replace(live.ending, index=next_index, token_ids=missed)
+
+    def reap(self, now: float) -> list[Key]:
+        """Drop the requests that nobody reclaimed in time; return them, so that the engine aborts them."""
+        overdue = [
+            key
+            for key, live in self._live.items()
+            if live.channel is None and now - live.orphaned_time >= self._reclaim_s
+        ]
+        for key in overdue:
+            del self._live[key]
+        return overdue
+
+    def fail_all(self, cause: str) -> dict[ChannelId, list[TokenDelta]]:
+        """End every request with an error; return what to send, by channel."""
+        endings = [
+            TokenDelta(
+                request_id=request_id,
+                attempt=attempt,
+                sample=0,
+                index=live.first_index + len(live.token_ids),
+                token_ids=(),
+                finish_reason=FinishReason.ERROR,
+                error=cause,
+            )
+            for (request_id, attempt), live in self._live.items()
+        ]
+        outgoing = self.deliver(endings)
+        self._live.clear()
+        return outgoing
