@@ -101,8 +101,13 @@ Shape = CompletionShape | ChatShape
 
 
 def error_body(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> Json:
-    """Return OpenAI's error object."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    """Return OpenAI's error object. Lone surrogates that a client sent are replaced: JSON cannot carry them."""
+    shown = None if param is None else _encodable(param)
+    return {"error": {"message": _encodable(message), "type": kind, "param": shown, "code": code}}
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
 
 
 def model_list(names: list[str], created: int) -> Json:

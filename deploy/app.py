@@ -1,0 +1,261 @@
+"""The composition root: wires controller, workers and ingress of one deployment and brings them up and down."""
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import httpx
+import ray
+from ray import serve
+
+from pdserve.cluster.base.config import DeploymentConfig, cache_dir, state_dir
+from pdserve.cluster.base.errors import ConfigError, RetryableError
+from pdserve.cluster.base.ids import WorkerId
+from pdserve.cluster.base.wire import ChannelSettings
+from pdserve.cluster.control.controller import Controller
+from pdserve.deploy.locator import CONTROLLER_NAME, ControllerLocator, namespace_of
+from pdserve.deploy.ray_head import RayHead, check_port, free_port, start_head, stop_head
+from pdserve.deploy.records import DeploymentRecord, RecordStore
+from pdserve.router.ingress import Ingress, IngressSettings
+from pdserve.workers.actors import WorkerActor
+from pdserve.workers.assembly import MemoryPlan, available_memory_bytes, check_memory, plan_memory
+from pdserve.workers.model.families import ModelSpec, read_spec
+from pdserve.workers.model.source import default_name, prepare_model
+
+logger = logging.getLogger(__name__)
+
+APPLICATION = "pdserve"
+READY_POLL_S = 0.2
+STOP_WORKERS_TIMEOUT_S = 20.0
+
+Say = Callable[[str], None]
+"""Shows a line to whoever runs the command."""
+ShowProgress = Callable[[str, float], None]
+"""Shows a stage and its finished share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedModel:
+    """A model that can be served: its folder, what it is, and the memory it takes."""
+
+    folder: Path
+    served_name: str
+    spec: ModelSpec
+    memory: MemoryPlan
+
+
+def prepare(config: DeploymentConfig, progress: ShowProgress) -> PreparedModel:
+    """Convert the model if needed and check that it fits. Raises CheckpointError or ConfigError."""
+    folder = prepare_model(config.model.path, cache_dir(), progress)
+    spec = read_spec(folder)
+    memory = plan_memory(spec, config.engine, config.model.max_model_len)
+    check_memory(memory, config.workers.mixed, available_memory_bytes())
+    served_name = config.model.served_name or default_name(config.model.path, folder)
+    return PreparedModel(folder=folder, served_name=served_name, spec=spec, memory=memory)
+
+
+def _create_worker(
+    worker_id: WorkerId,
+    options: dict[str, object],
+    *,
+    config: DeploymentConfig,
+    model: PreparedModel,
+    channel: ChannelSettings,
+) -> object:
+    """Create a worker actor; handed to the controller, which imports no worker code."""
+    actor = ray.remote(WorkerActor).options(**options)
+    return actor.remote(
+        worker_id,
+        config,
+        str(model.folder),
+        model.served_name,
+        config.ingress.host,
+        channel,
+        ControllerLocator(namespace_of(config.name)),
+    )
+
+
+class Deployment:
+    """Brings one deployment up and down on this machine."""
+
+    def __init__(self, name: str) -> None:
+        self._records = RecordStore(state_dir())
+        self._name = name
+
+    def up(self, config: DeploymentConfig, progress: ShowProgress, say: Say) -> DeploymentRecord:
+        """Start everything and return when a request can be served. Raises PdserveError; then nothing is left."""
+        self._sweep_dead(say)
+        if config.ingress.port:
+            check_port(config.ingress.host, config.ingress.port)
+        else:
+            port = free_port(config.ingress.host)
+            config = config.model_copy(update={"ingress": config.ingress.model_copy(update={"port": port})})
+        model = prepare(config, progress)
+        say(f"model {model.served_name}: {model.memory}")
+        say("starting Ray")
+        head = start_head(config, use_haproxy=config.ingress.haproxy)
+        token = secrets.token_bytes(32)
+        record = DeploymentRecord(
+            name=config.name,
+            ray_address=head.address,
+            head_pid=head.pid,
+            head_create_time=head.create_time,
+            temp_dir=str(head.temp_dir),
+            url=f"http://{_reachable(config.ingress.host)}:{config.ingress.port}",
+            served_name=model.served_name,
+            token_hex=token.hex(),
+        )
+        self._records.save(record)
+        try:
+            _connect(record)
+            self._start_actors(config, model, token, say)
+            self._wait_ready(config, record, say)
+        except BaseException:
+            self.down(say)
+            raise
+        return record
+
+    def down(self, say: Say) -> bool:
+        """Stop everything and forget the deployment; False if there was none. Bounded."""
+        record = self._records.load(self._name)
+        if record is None:
+            return False
+        if record.is_head_alive:
+            try:
+                _connect(record)
+                self._stop_actors(say)
+            except Exception:  # noqa: BLE001 — the barrier of shutdown: whatever failed, the head and its files still go
+                logger.warning("the deployment did not stop cleanly; its processes are ended", exc_info=True)
+            finally:
+                ray.shutdown()
+        stop_head(_head_of(record))
+        self._records.remove(self._name)
+        return True
+
+    def record(self) -> DeploymentRecord:
+        """Return the record of the running deployment; raises ConfigError if there is none."""
+        record = self._records.load(self._name)
+        if record is None or not record.is_head_alive:
+            known = ", ".join(self._records.names()) or "none"
+            raise ConfigError(f"no deployment {self._name!r} is running here (recorded: {known})")
+        return record
+
+    def _sweep_dead(self, say: Say) -> None:
+        record = self._records.load(self._name)
+        if record is None:
+            return
+        if record.is_head_alive:
+            raise ConfigError(f"deployment {self._name!r} is already running at {record.url}; `pdserve down` stops it")
+        say("sweeping what an earlier run left")
+        stop_head(_head_of(record))
+        self._records.remove(self._name)
+
+    def _start_actors(self, config: DeploymentConfig, model: PreparedModel, token: bytes, say: Say) -> None:
+        namespace = namespace_of(config.name)
+        channel = ChannelSettings(
+            token=token, heartbeat_s=config.channel.heartbeat_s, silence_s=config.channel.silence_s
+        )
+        controller = ray.remote(Controller).options(
+            name=CONTROLLER_NAME,
+            namespace=namespace,
+            lifetime="detached",
+            max_restarts=-1,
+            num_cpus=0,
+        )
+        controller.remote(
+            config,
+            namespace,
+            config.ingress.host,
+            channel,
+            partial(_create_worker, config=config, model=model, channel=channel),
+        )
+        say(f"starting {config.workers.mixed} worker(s) and the ingress")
+        serve.start(http_options={"host": config.ingress.host, "port": config.ingress.port})
+        deployment = serve.deployment(serve.ingress()(Ingress)).options(
+            name="ingress",
+            num_replicas=config.ingress.replicas,
+            max_ongoing_requests=config.ingress.max_ongoing_requests,
+            graceful_shutdown_timeout_s=config.ingress.graceful_shutdown_s,
+            graceful_shutdown_wait_loop_s=0.2,
+            ray_actor_options={"num_cpus": 0},
+        )
+        settings = IngressSettings(
+            config=config.ingress,
+            channel=channel,
+            served_name=model.served_name,
+            model_folder=str(model.folder),
+            vocab_size=model.spec.vocab_size,
+            max_model_len=model.memory.max_model_len,
+        )
+        application = deployment.bind(settings, ControllerLocator(namespace))
+        serve.run(application, name=APPLICATION, route_prefix="/", blocking=False)
+
+    def _wait_ready(self, config: DeploymentConfig, record: DeploymentRecord, say: Say) -> None:
+        """Wait until the ingress says that a worker is ready; the body is checked, not only the status."""
+        deadline = time.monotonic() + config.workers.start_timeout_s
+        shown: tuple[str, ...] = ()
+        while time.monotonic() < deadline:
+            try:
+                answer = httpx.get(f"{record.url}/ready", timeout=2.0)
+                if answer.status_code == 200 and answer.json().get("status") == "ready":
+                    return
+            except (httpx.HTTPError, ValueError):
+                logger.debug("the ingress does not answer yet")
+            deaths = deployment_status(record)[2]
+            for death in deaths[len(shown) :]:
+                say(f"worker died: {death}")
+            shown = deaths
+            time.sleep(READY_POLL_S)
+        raise RetryableError(
+            f"no worker was ready within {config.workers.start_timeout_s:g} s (workers.start_timeout_s); "
+            f"last deaths: {'; '.join(shown) or 'none'}"
+        )
+
+    def _stop_actors(self, say: Say) -> None:
+        namespace = namespace_of(self._name)
+        say("stopping the ingress")
+        serve.shutdown()
+        say("stopping the workers")
+        try:
+            controller = ray.get_actor(CONTROLLER_NAME, namespace)
+        except ValueError:
+            return
+        ray.get(controller.stop_workers.remote(), timeout=STOP_WORKERS_TIMEOUT_S)
+        ray.kill(controller)
+
+
+def deployment_status(record: DeploymentRecord) -> tuple[tuple[object, ...], tuple[str, ...], tuple[str, ...], int]:
+    """Return what the controller answers to `status`; the driver must be connected."""
+    controller = ray.get_actor(CONTROLLER_NAME, namespace_of(record.name))
+    answer: tuple[tuple[object, ...], tuple[str, ...], tuple[str, ...], int] = ray.get(
+        controller.status.remote(), timeout=10.0
+    )
+    return answer
+
+
+def _connect(record: DeploymentRecord) -> None:
+    """Connect this process to the deployment's Ray; fine if it is."""
+    if not ray.is_initialized():
+        ray.init(
+            address=record.ray_address,
+            namespace=namespace_of(record.name),
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+        )
+
+
+def _head_of(record: DeploymentRecord) -> RayHead:
+    return RayHead(
+        address=record.ray_address,
+        pid=record.head_pid,
+        create_time=record.head_create_time,
+        temp_dir=Path(record.temp_dir),
+    )
+
+
+def _reachable(host: str) -> str:
+    return "127.0.0.1" if host in ("0.0.0.0", "::") else host  # noqa: S104 — compared, not bound

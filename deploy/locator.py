@@ -1,0 +1,31 @@
+"""Finds the controller by its name in Ray: handed to workers and ingresses, which know no Ray names themselves."""
+
+import asyncio
+from dataclasses import dataclass
+
+import ray
+
+from pdserve.cluster.base.worker_info import Endpoint
+
+CONTROLLER_NAME = "controller"
+
+
+def namespace_of(deployment: str) -> str:
+    """Return the Ray namespace of a deployment."""
+    return f"pdserve-{deployment}"
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerLocator:
+    """Resolves the controller's endpoint; raises LookupError while there is none."""
+
+    namespace: str
+
+    async def __call__(self) -> Endpoint:
+        """Ask Ray, then the controller."""
+        try:
+            controller = await asyncio.to_thread(ray.get_actor, CONTROLLER_NAME, self.namespace)
+            endpoint: Endpoint = await controller.endpoint.remote()
+        except (ray.exceptions.RayError, ValueError) as error:
+            raise LookupError(f"no controller in namespace {self.namespace}: {error}") from error
+        return endpoint

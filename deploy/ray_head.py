@@ -1,0 +1,176 @@
+"""The Ray head of a deployment: a cluster of our own, beside whatever else runs on the machine.
+
+Every port is chosen by us or by Ray (0), every file lies in a folder of ours, the head runs in its own session, and it
+is stopped by signalling its pid: `ray stop` would kill every Ray on the machine. The reasons for each setting are in
+ARCHITECTURE.md, "Ray".
+"""
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from pdserve.cluster.base.config import DeploymentConfig, child_environment
+from pdserve.cluster.base.errors import ConfigError, RetryableError
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 10.0
+POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayHead:
+    """A started head."""
+
+    address: str
+    pid: int
+    create_time: float
+    temp_dir: Path
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a port that is free now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise ConfigError if somebody listens on the HTTP port: Serve's own proxy would share it silently."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"ingress.port {port}: not free on {host} ({error.strerror}); choose another") from error
+
+
+def head_environment(config: DeploymentConfig, *, use_haproxy: bool, temp_dir: Path) -> dict[str, str]:
+    """Return the environment of the head; its workers, proxies and replicas inherit it."""
+    settings = {
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_worker_niceness": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "1",
+        "RAY_SERVE_ENABLE_HA_PROXY": "1" if use_haproxy else "0",
+        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "2",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(temp_dir / "haproxy" / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(temp_dir / "haproxy" / "admin.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(temp_dir / "haproxy"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(temp_dir / "haproxy" / "server-state"),
+        "SERVE_SOCKET_REUSE_PORT_ENABLED": "0",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    del config
+    return child_environment(settings)
+
+
+def start_head(config: DeploymentConfig, *, use_haproxy: bool) -> RayHead:
+    """Start a head and wait until it answers. Raises RetryableError with the end of its log."""
+    # A short path: Ray puts unix sockets below it, and those are limited to 107 bytes.
+    temp_dir = Path(tempfile.mkdtemp(prefix="pds-"))
+    (temp_dir / "haproxy").mkdir()
+    port = free_port()
+    command = [
+        str(Path(sys.executable).parent / "ray"), "start", "--head", "--block",
+        f"--port={port}",
+        f"--ray-client-server-port={free_port()}",
+        f"--dashboard-agent-listen-port={free_port()}",
+        f"--metrics-export-port={free_port()}",
+        "--include-dashboard=false", "--no-monitor", "--include-log-monitor=false", "--disable-usage-stats",
+        f"--temp-dir={temp_dir}",
+    ]  # fmt: skip
+    if config.ray.num_cpus is not None:
+        command.append(f"--num-cpus={config.ray.num_cpus:g}")
+    environment = head_environment(config, use_haproxy=use_haproxy, temp_dir=temp_dir)
+    with (temp_dir / "head.log").open("wb") as log:
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+    head = RayHead(
+        address="", pid=process.pid, create_time=psutil.Process(process.pid).create_time(), temp_dir=temp_dir
+    )
+    try:
+        address = _wait_for_address(process, temp_dir, config.ray.start_timeout_s)
+    except BaseException:
+        stop_head(head)
+        raise
+    return RayHead(address=address, pid=head.pid, create_time=head.create_time, temp_dir=temp_dir)
+
+
+def _wait_for_address(process: "subprocess.Popen[bytes]", temp_dir: Path, timeout_s: float) -> str:
+    deadline = time.monotonic() + timeout_s
+    log = temp_dir / "head.log"
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RetryableError(f"the Ray head ended with status {process.returncode}:\n{_tail(log)}")
+        address_file = temp_dir / "ray_current_cluster"
+        if address_file.exists() and b"Ray runtime started" in log.read_bytes():
+            return address_file.read_text().strip()
+        time.sleep(POLL_S)
+    raise RetryableError(f"the Ray head did not answer within {timeout_s:g} s:\n{_tail(log)}")
+
+
+def _tail(path: Path) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-20:])
+
+
+def stop_head(head: RayHead) -> None:
+    """Stop the head by its pid, then whatever of it is left, and remove its folder. Bounded."""
+    family = _family(head)
+    try:
+        process = psutil.Process(head.pid)
+        if abs(process.create_time() - head.create_time) < 1.0:
+            process.send_signal(signal.SIGTERM)
+            process.wait(STOP_TIMEOUT_S)
+    except psutil.NoSuchProcess:
+        logger.debug("the Ray head is already gone")
+    except psutil.TimeoutExpired:
+        logger.warning("the Ray head did not stop within %g s: killed", STOP_TIMEOUT_S)
+    _, alive = psutil.wait_procs(family, timeout=2.0)
+    for left in {*alive, *_family(head)}:
+        try:
+            left.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(alive, timeout=5.0)
+    shutil.rmtree(head.temp_dir, ignore_errors=True)
+
+
+def _family(head: RayHead) -> list[psutil.Process]:
+    """Return the processes of this head: its descendants, and those that name its folder (it is in their arguments)."""
+    marker = str(head.temp_dir)
+    found = {}
+    for process in psutil.process_iter():
+        try:
+            if process.pid == os.getpid():
+                continue
+            if process.pid == head.pid or any(marker in argument for argument in process.cmdline()):
+                found[process.pid] = process
+                found.update({child.pid: child for child in process.children(recursive=True)})
+            elif process.environ().get("RAY_SERVE_HAPROXY_SERVER_STATE_BASE", "").startswith(marker):
+                found[process.pid] = process
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    found.pop(os.getpid(), None)
+    return list(found.values())

@@ -1,0 +1,68 @@
+"""Records of running deployments, one private file each, so that status, down and the next up find them."""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentRecord:
+    """What is needed to reach and to stop a deployment."""
+
+    name: str
+    ray_address: str
+    head_pid: int
+    head_create_time: float
+    temp_dir: str
+    url: str
+    served_name: str
+    token_hex: str
+
+    @property
+    def is_head_alive(self) -> bool:
+        """True if the recorded Ray head still runs (the same process, not a later one with its pid)."""
+        try:
+            process = psutil.Process(self.head_pid)
+            is_alive: bool = abs(process.create_time() - self.head_create_time) < 1.0
+            return is_alive and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+
+class RecordStore:
+    """The folder of records."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def save(self, record: DeploymentRecord) -> None:
+        """Write a record, readable by its owner only: it holds the deployment token."""
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path = self._path(record.name)
+        partial = path.with_suffix(".partial")
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(asdict(record), file)
+        partial.rename(path)
+
+    def load(self, name: str) -> DeploymentRecord | None:
+        """Return the record of a deployment, or None."""
+        try:
+            fields = json.loads(self._path(name).read_text())
+        except FileNotFoundError:
+            return None
+        return DeploymentRecord(**fields)
+
+    def names(self) -> list[str]:
+        """Return the recorded deployments."""
+        return sorted(path.stem for path in self._folder.glob("*.json")) if self._folder.exists() else []
+
+    def remove(self, name: str) -> None:
+        """Delete a record; fine if it is gone."""
+        self._path(name).unlink(missing_ok=True)
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}.json"
