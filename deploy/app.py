@@ -4,7 +4,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,9 +16,10 @@ from pdserve.cluster.base.config import DeploymentConfig, cache_dir, state_dir
 from pdserve.cluster.base.errors import ConfigError, RetryableError
 from pdserve.cluster.base.ids import WorkerId
 from pdserve.cluster.base.wire import ChannelSettings
+from pdserve.cluster.base.worker_info import ClusterStatus
 from pdserve.cluster.control.controller import Controller
 from pdserve.deploy.locator import CONTROLLER_NAME, ControllerLocator, namespace_of
-from pdserve.deploy.ray_head import RayHead, check_port, free_port, start_head, stop_head
+from pdserve.deploy.ray_head import check_port, free_port, launch_head, stop_head, wait_head
 from pdserve.deploy.records import DeploymentRecord, RecordStore
 from pdserve.router.ingress import Ingress, IngressSettings
 from pdserve.workers.actors import WorkerActor
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 APPLICATION = "pdserve"
 READY_POLL_S = 0.2
 STOP_WORKERS_TIMEOUT_S = 20.0
+STATUS_TIMEOUT_S = 10.0
 
 Say = Callable[[str], None]
 """Shows a line to whoever runs the command."""
@@ -97,11 +99,11 @@ class Deployment:
         model = prepare(config, progress)
         say(f"model {model.served_name}: {model.memory}")
         say("starting Ray")
-        head = start_head(config, use_haproxy=config.ingress.haproxy)
+        head = launch_head(config, use_haproxy=config.ingress.haproxy)
         token = secrets.token_bytes(32)
         record = DeploymentRecord(
             name=config.name,
-            ray_address=head.address,
+            ray_address="",
             head_pid=head.pid,
             head_create_time=head.create_time,
             temp_dir=str(head.temp_dir),
@@ -109,9 +111,12 @@ class Deployment:
             served_name=model.served_name,
             token_hex=token.hex(),
         )
+        # Recorded before anything else can fail: whoever comes later finds what to stop.
         self._records.save(record)
         try:
-            _connect(record)
+            record = replace(record, ray_address=wait_head(head, config.ray.start_timeout_s))
+            self._records.save(record)
+            connect(record)
             self._start_actors(config, model, token, say)
             self._wait_ready(config, record, say)
         except BaseException:
@@ -124,34 +129,42 @@ class Deployment:
         record = self._records.load(self._name)
         if record is None:
             return False
-        if record.is_head_alive:
+        if record.ray_address and record.head.is_alive:
             try:
-                _connect(record)
+                connect(record)
                 self._stop_actors(say)
             except Exception:  # noqa: BLE001 — the barrier of shutdown: whatever failed, the head and its files still go
                 logger.warning("the deployment did not stop cleanly; its processes are ended", exc_info=True)
             finally:
                 ray.shutdown()
-        stop_head(_head_of(record))
+        stop_head(record.head)
         self._records.remove(self._name)
         return True
 
     def record(self) -> DeploymentRecord:
         """Return the record of the running deployment; raises ConfigError if there is none."""
         record = self._records.load(self._name)
-        if record is None or not record.is_head_alive:
+        if record is None or not record.head.is_alive:
             known = ", ".join(self._records.names()) or "none"
             raise ConfigError(f"no deployment {self._name!r} is running here (recorded: {known})")
         return record
 
+    def refuse_running(self) -> None:
+        """Raise ConfigError if the deployment runs already."""
+        record = self._records.load(self._name)
+        if record is not None and record.head.is_alive:
+            raise ConfigError(
+                f"deployment {self._name!r} is already running at {record.url}; "
+                f"`pdserve down --name {self._name}` stops it"
+            )
+
     def _sweep_dead(self, say: Say) -> None:
+        self.refuse_running()
         record = self._records.load(self._name)
         if record is None:
             return
-        if record.is_head_alive:
-            raise ConfigError(f"deployment {self._name!r} is already running at {record.url}; `pdserve down` stops it")
         say("sweeping what an earlier run left")
-        stop_head(_head_of(record))
+        stop_head(record.head)
         self._records.remove(self._name)
 
     def _start_actors(self, config: DeploymentConfig, model: PreparedModel, token: bytes, say: Say) -> None:
@@ -205,7 +218,7 @@ class Deployment:
                     return
             except (httpx.HTTPError, ValueError):
                 logger.debug("the ingress does not answer yet")
-            deaths = deployment_status(record)[2]
+            deaths = deployment_status(record).last_deaths
             for death in deaths[len(shown) :]:
                 say(f"worker died: {death}")
             shown = deaths
@@ -228,16 +241,14 @@ class Deployment:
         ray.kill(controller)
 
 
-def deployment_status(record: DeploymentRecord) -> tuple[tuple[object, ...], tuple[str, ...], tuple[str, ...], int]:
-    """Return what the controller answers to `status`; the driver must be connected."""
+def deployment_status(record: DeploymentRecord) -> ClusterStatus:
+    """Return what the controller knows; this process must be connected."""
     controller = ray.get_actor(CONTROLLER_NAME, namespace_of(record.name))
-    answer: tuple[tuple[object, ...], tuple[str, ...], tuple[str, ...], int] = ray.get(
-        controller.status.remote(), timeout=10.0
-    )
-    return answer
+    status: ClusterStatus = ray.get(controller.status.remote(), timeout=STATUS_TIMEOUT_S)
+    return status
 
 
-def _connect(record: DeploymentRecord) -> None:
+def connect(record: DeploymentRecord) -> None:
     """Connect this process to the deployment's Ray; fine if it is."""
     if not ray.is_initialized():
         ray.init(
@@ -246,15 +257,6 @@ def _connect(record: DeploymentRecord) -> None:
             logging_level=logging.ERROR,
             log_to_driver=False,
         )
-
-
-def _head_of(record: DeploymentRecord) -> RayHead:
-    return RayHead(
-        address=record.ray_address,
-        pid=record.head_pid,
-        create_time=record.head_create_time,
-        temp_dir=Path(record.temp_dir),
-    )
 
 
 def _reachable(host: str) -> str:

@@ -32,10 +32,19 @@ POLL_S = 0.1
 class RayHead:
     """A started head."""
 
-    address: str
     pid: int
     create_time: float
     temp_dir: Path
+
+    @property
+    def is_alive(self) -> bool:
+        """True if the head still runs: the same process, not a later one with its pid."""
+        try:
+            process = psutil.Process(self.pid)
+            is_same: bool = abs(process.create_time() - self.create_time) < 1.0
+            return is_same and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -56,7 +65,7 @@ def check_port(host: str, port: int) -> None:
             raise ConfigError(f"ingress.port {port}: not free on {host} ({error.strerror}); choose another") from error
 
 
-def head_environment(config: DeploymentConfig, *, use_haproxy: bool, temp_dir: Path) -> dict[str, str]:
+def head_environment(*, use_haproxy: bool, temp_dir: Path) -> dict[str, str]:
     """Return the environment of the head; its workers, proxies and replicas inherit it."""
     settings = {
         "RAY_AUTH_MODE": "disabled",
@@ -81,19 +90,17 @@ def head_environment(config: DeploymentConfig, *, use_haproxy: bool, temp_dir: P
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    del config
     return child_environment(settings)
 
 
-def start_head(config: DeploymentConfig, *, use_haproxy: bool) -> RayHead:
-    """Start a head and wait until it answers. Raises RetryableError with the end of its log."""
+def launch_head(config: DeploymentConfig, *, use_haproxy: bool) -> RayHead:
+    """Start a head and return at once; `wait_head` waits for it, `stop_head` ends it."""
     # A short path: Ray puts unix sockets below it, and those are limited to 107 bytes.
     temp_dir = Path(tempfile.mkdtemp(prefix="pds-"))
     (temp_dir / "haproxy").mkdir()
-    port = free_port()
     command = [
         str(Path(sys.executable).parent / "ray"), "start", "--head", "--block",
-        f"--port={port}",
+        f"--port={free_port()}",
         f"--ray-client-server-port={free_port()}",
         f"--dashboard-agent-listen-port={free_port()}",
         f"--metrics-export-port={free_port()}",
@@ -102,29 +109,26 @@ def start_head(config: DeploymentConfig, *, use_haproxy: bool) -> RayHead:
     ]  # fmt: skip
     if config.ray.num_cpus is not None:
         command.append(f"--num-cpus={config.ray.num_cpus:g}")
-    environment = head_environment(config, use_haproxy=use_haproxy, temp_dir=temp_dir)
     with (temp_dir / "head.log").open("wb") as log:
         process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            command,
+            env=head_environment(use_haproxy=use_haproxy, temp_dir=temp_dir),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
-    head = RayHead(
-        address="", pid=process.pid, create_time=psutil.Process(process.pid).create_time(), temp_dir=temp_dir
-    )
-    try:
-        address = _wait_for_address(process, temp_dir, config.ray.start_timeout_s)
-    except BaseException:
-        stop_head(head)
-        raise
-    return RayHead(address=address, pid=head.pid, create_time=head.create_time, temp_dir=temp_dir)
+    return RayHead(pid=process.pid, create_time=psutil.Process(process.pid).create_time(), temp_dir=temp_dir)
 
 
-def _wait_for_address(process: "subprocess.Popen[bytes]", temp_dir: Path, timeout_s: float) -> str:
+def wait_head(head: RayHead, timeout_s: float) -> str:
+    """Return the address of a launched head once it answers. Raises RetryableError with the end of its log."""
     deadline = time.monotonic() + timeout_s
-    log = temp_dir / "head.log"
+    log = head.temp_dir / "head.log"
     while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise RetryableError(f"the Ray head ended with status {process.returncode}:\n{_tail(log)}")
-        address_file = temp_dir / "ray_current_cluster"
+        if not head.is_alive:
+            raise RetryableError(f"the Ray head ended:\n{_tail(log)}")
+        address_file = head.temp_dir / "ray_current_cluster"
         if address_file.exists() and b"Ray runtime started" in log.read_bytes():
             return address_file.read_text().strip()
         time.sleep(POLL_S)
@@ -139,8 +143,8 @@ def stop_head(head: RayHead) -> None:
     """Stop the head by its pid, then whatever of it is left, and remove its folder. Bounded."""
     family = _family(head)
     try:
-        process = psutil.Process(head.pid)
-        if abs(process.create_time() - head.create_time) < 1.0:
+        if head.is_alive:
+            process = psutil.Process(head.pid)
             process.send_signal(signal.SIGTERM)
             process.wait(STOP_TIMEOUT_S)
     except psutil.NoSuchProcess:

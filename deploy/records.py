@@ -5,7 +5,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import psutil
+from pdserve.deploy.ray_head import RayHead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,14 +22,9 @@ class DeploymentRecord:
     token_hex: str
 
     @property
-    def is_head_alive(self) -> bool:
-        """True if the recorded Ray head still runs (the same process, not a later one with its pid)."""
-        try:
-            process = psutil.Process(self.head_pid)
-            is_alive: bool = abs(process.create_time() - self.head_create_time) < 1.0
-            return is_alive and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
+    def head(self) -> RayHead:
+        """The Ray head of the deployment."""
+        return RayHead(pid=self.head_pid, create_time=self.head_create_time, temp_dir=Path(self.temp_dir))
 
 
 class RecordStore:

@@ -85,3 +85,13 @@ class WorkerView:
     state: WorkerState
     load: WorkerLoad
     note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterStatus:
+    """What `pdserve status` shows."""
+
+    workers: tuple[WorkerView, ...]
+    starting: tuple[WorkerId, ...]
+    last_deaths: tuple[str, ...]
+    controller_pid: int

@@ -33,7 +33,7 @@ from pdserve.cluster.base.messages import (
 )
 from pdserve.cluster.base.route import Route
 from pdserve.cluster.base.wire import Channel, ChannelServer, ChannelSettings
-from pdserve.cluster.base.worker_info import Endpoint, WorkerView
+from pdserve.cluster.base.worker_info import ClusterStatus, Endpoint
 from pdserve.cluster.control.launcher import Creator, Launcher
 from pdserve.cluster.control.membership import Instruction, Membership, MembershipSettings, StartWorker
 from pdserve.cluster.control.placement import LeastLoaded
@@ -82,11 +82,15 @@ class Controller:
         """Return where the controller's channel server listens."""
         return await asyncio.shield(self._endpoint)
 
-    async def status(self) -> tuple[tuple[WorkerView, ...], tuple[WorkerId, ...], tuple[str, ...], int]:
-        """Return (workers, starting workers, last deaths, pid of the controller)."""
+    async def status(self) -> ClusterStatus:
+        """Return what the controller knows now."""
         await self.endpoint()
-        membership = self._membership
-        return membership.view(), tuple(membership.starting()), membership.last_deaths, os.getpid()
+        return ClusterStatus(
+            workers=self._membership.view(),
+            starting=tuple(self._membership.starting()),
+            last_deaths=self._membership.last_deaths,
+            controller_pid=os.getpid(),
+        )
 
     async def stop_workers(self) -> None:
         """Remove every worker and start no more: the deployment goes down."""

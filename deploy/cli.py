@@ -1,0 +1,247 @@
+"""The `pdserve` command."""
+
+import json
+import logging
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import ray
+import typer
+from pydantic import TypeAdapter
+from rich.console import Console
+
+from pdserve.cluster.base.config import DeploymentConfig, cache_dir, field_help, load_config, to_yaml
+from pdserve.cluster.base.errors import ClientError, ConfigError, PdserveError
+from pdserve.cluster.base.version import VERSION
+from pdserve.cluster.base.worker_info import ClusterStatus
+from pdserve.deploy.app import Deployment, connect, deployment_status
+from pdserve.deploy.demo import DEFAULT_PROMPT, curl_line, stream_answer
+from pdserve.deploy.guardian import Guardian
+from pdserve.deploy.records import DeploymentRecord
+from pdserve.deploy.screen import ProgressLines, status_table
+from pdserve.workers.model.source import prepare_model
+
+application = typer.Typer(
+    name="pdserve",
+    help="Serve large language models on Ray. Start with `pdserve demo`, or `pdserve up --model FOLDER`.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+model_commands = typer.Typer(help="Models: convert them ahead of time.", no_args_is_help=True)
+config_commands = typer.Typer(help="Configuration: show the effective one, or its schema.", no_args_is_help=True)
+application.add_typer(model_commands, name="model")
+application.add_typer(config_commands, name="config")
+
+console = Console(stderr=True, highlight=False)
+
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", "-c", help="YAML file; see `pdserve config schema`.", show_default=False)
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", "-s", metavar="KEY=VALUE", help="Set any key, for example engine.block_size=32."),
+]
+Name = Annotated[str | None, typer.Option("--name", help="Name of the deployment.", show_default=False)]
+
+
+def _option(flag: str, key: str) -> typer.models.OptionInfo:
+    """Return an option that sets one configuration key; its help is the key's own."""
+    info: typer.models.OptionInfo = typer.Option(flag, help=f"{field_help(key)} ({key})", show_default=False)
+    return info
+
+
+Model = Annotated[str | None, _option("--model", "model.path")]
+Host = Annotated[str | None, _option("--host", "ingress.host")]
+Port = Annotated[int | None, _option("--port", "ingress.port")]
+Mixed = Annotated[int | None, _option("--mixed", "workers.mixed")]
+Linear = Annotated[str | None, _option("--linear", "engine.linear")]
+
+
+def _load(config: Path | None, settings: list[str] | None, **flags: str | int | None) -> DeploymentConfig:
+    """Merge file, --set and flags; later ones win."""
+    overrides = {}
+    for setting in settings or []:
+        key, separator, value = setting.partition("=")
+        if not separator:
+            raise ConfigError(f"--set {setting}: must be KEY=VALUE")
+        overrides[key.strip()] = value
+    overrides |= {key.replace("__", "."): json.dumps(value) for key, value in flags.items() if value is not None}
+    return load_config(config, overrides)
+
+
+@application.command()
+def up(
+    config: ConfigFile = None,
+    settings: Settings = None,
+    name: Name = None,
+    model: Model = None,
+    host: Host = None,
+    port: Port = None,
+    mixed: Mixed = None,
+    linear: Linear = None,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when it serves; `pdserve down` stops it.")] = False,
+) -> None:
+    """Start a deployment: Ray, the controller, workers and the HTTP ingress.
+
+    In the foreground it runs until Ctrl-C and leaves nothing behind.
+    """
+    merged = _load(
+        config,
+        settings,
+        name=name,
+        model__path=model,
+        ingress__host=host,
+        ingress__port=port,
+        workers__mixed=mixed,
+        engine__linear=linear,
+    )
+    with _Running(merged, stays=detach) as record:
+        _show_urls(record)
+        if not detach:
+            console.print("Ctrl-C stops it.")
+            _wait_for_signal()
+
+
+@application.command()
+def demo(
+    once: Annotated[bool, typer.Option("--once", help="Stop after the answer; leave nothing running.")] = False,
+    prompt: Annotated[str, typer.Option("--prompt", help="What to continue.")] = DEFAULT_PROMPT,
+    config: ConfigFile = None,
+    settings: Settings = None,
+    name: Name = "pdserve-demo",
+    port: Port = None,
+) -> None:
+    """Serve the demo model (Gemma-3-270M) and stream an answer."""
+    flags: dict[str, str | int | None] = {"name": name, "ingress__port": 0 if port is None and once else port}
+    merged = _load(config, settings, **flags)
+    with _Running(merged, stays=False) as record:
+        stream_answer(record, prompt, sys.stdout)
+        if once:
+            return
+        _show_urls(record)
+        console.print("Ctrl-C stops it.")
+        _wait_for_signal()
+
+
+@application.command()
+def status(
+    name: Annotated[str, typer.Option("--name", help="Name of the deployment.")] = "pdserve",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")] = False,
+) -> None:
+    """Show the workers of a running deployment and their load."""
+    record = Deployment(name).record()
+    connect(record)
+    try:
+        found = deployment_status(record)
+    finally:
+        ray.shutdown()
+    if as_json:
+        body = TypeAdapter(ClusterStatus).dump_python(found, mode="json")
+        typer.echo(json.dumps({"name": record.name, "url": record.url, **body}, indent=2))
+    else:
+        Console().print(status_table(record, found))
+
+
+@application.command()
+def down(name: Annotated[str, typer.Option("--name", help="Name of the deployment.")] = "pdserve") -> None:
+    """Stop a deployment and remove everything it started."""
+    if not Deployment(name).down(console.print):
+        console.print(f"no deployment {name!r} is recorded here")
+
+
+@model_commands.command("prepare")
+def model_prepare(
+    path: Annotated[str, typer.Argument(help="A folder, a .gguf file, or `demo`.")] = "demo",
+) -> None:
+    """Convert a model into the cache, so that the next start is quick. Prints the folder."""
+    with ProgressLines(console) as progress:
+        folder = prepare_model(path, cache_dir(), progress.show)
+    typer.echo(folder)
+
+
+@config_commands.command("show")
+def config_show(config: ConfigFile = None, settings: Settings = None) -> None:
+    """Print the whole effective configuration as YAML."""
+    typer.echo(to_yaml(_load(config, settings)), nl=False)
+
+
+@config_commands.command("schema")
+def config_schema() -> None:
+    """Print the JSON schema of the configuration, with every key's documentation."""
+    typer.echo(json.dumps(DeploymentConfig.model_json_schema(), indent=2))
+
+
+@application.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(VERSION)
+
+
+class _Running:
+    """A deployment that is up inside the context; outside it is down, unless it `stays`."""
+
+    def __init__(self, config: DeploymentConfig, *, stays: bool) -> None:
+        self._config = config
+        self._stays = stays
+        self._deployment = Deployment(config.name)
+        self._guardian: Guardian | None = None
+
+    def __enter__(self) -> DeploymentRecord:
+        signal.signal(signal.SIGTERM, _interrupt)
+        self._deployment.refuse_running()
+        self._guardian = Guardian(self._config.name)
+        try:
+            with ProgressLines(console) as progress:
+                return self._deployment.up(self._config, progress.show, progress.say)
+        except BaseException:
+            self._guardian.release()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        assert self._guardian is not None
+        if not self._stays:
+            # From here on a second Ctrl-C would only leave things behind; every step below is bounded.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            self._deployment.down(console.print)
+        self._guardian.release()
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _wait_for_signal() -> None:
+    try:
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        console.print("stopping")
+
+
+def _show_urls(record: DeploymentRecord) -> None:
+    console.print(f"[bold]{record.served_name}[/bold] is served at {record.url}/v1 (deployment {record.name!r})")
+    console.print(f"health {record.url}/health  ready {record.url}/ready  metrics {record.url}/metrics")
+    console.print(curl_line(record), soft_wrap=True)
+
+
+def main() -> None:
+    """Run the command; errors of ours are one line, without a traceback."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    # Serve announces each step; what matters of it we say ourselves.
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    try:
+        application()
+    except PdserveError as error:
+        console.print(f"[red]error:[/red] {error}", markup=True, soft_wrap=True)
+        sys.exit(2 if isinstance(error, ClientError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Takes a deployment down when the command that started it dies: `python -m pdserve.deploy.guardian NAME`.
+
+The command holds the other end of this process's standard input. An orderly end writes RELEASE first; end of file
+without it means that the command was killed.
+"""
+
+import subprocess
+import sys
+
+from pdserve.deploy.app import Deployment
+
+RELEASE = b"released\n"
+
+
+class Guardian:
+    """The command's side."""
+
+    def __init__(self, name: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "pdserve.deploy.guardian", name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def release(self) -> None:
+        """The deployment is down, or stays up on purpose: end the guardian."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(RELEASE)
+            self._process.stdin.close()
+        except BrokenPipeError:
+            pass  # it has ended already: there is nothing left to guard
+        self._process.wait()
+
+
+def main(name: str) -> int:
+    """Wait for the command's end."""
+    if sys.stdin.buffer.read() != RELEASE:
+        Deployment(name).down(lambda line: None)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
