@@ -1,0 +1,27 @@
+"""Fixtures shared by all tests."""
+
+from pathlib import Path
+
+import pytest
+from pdserve.cluster.base.config import cache_dir
+from pdserve.workers.model.source import prepare_model
+from support.checkpoints import FAMILIES, save_checkpoint
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One tiny checkpoint per family; llama's is sharded."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {family: save_checkpoint(root / family, family, shards=family == "llama") for family in FAMILIES}
+
+
+@pytest.fixture(scope="session")
+def odd_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny gemma3 checkpoint with odd widths."""
+    return save_checkpoint(tmp_path_factory.mktemp("odd") / "gemma3", "gemma3", odd=True)
+
+
+@pytest.fixture(scope="session")
+def demo_folder() -> Path:
+    """The converted demo model, from the cache."""
+    return prepare_model("demo", cache_dir(), lambda stage, share: None)

@@ -1,0 +1,97 @@
+"""Greedy tokens equal transformers fp32, for every family and for the demo model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from pdserve.cluster.base.config import AttentionKind, LinearKind
+from support.checkpoints import FAMILIES
+from support.engines import make_engine, make_request, prompts_of, run
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+LENGTHS = (1, 2, 15, 16, 17, 33, 70, 128)
+NUM_TOKENS = 64
+TIE = 1e-4
+
+
+def oracle(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True).eval()
+
+
+def expected_tokens(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    output = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=NUM_TOKENS,
+        min_new_tokens=NUM_TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=2,
+    )
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
+
+
+def assert_greedy(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> None:
+    """Every token has the oracle's largest logit after the same history, up to a tie."""
+    assert len(tokens) == NUM_TOKENS
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    margins = logits.max(-1).values - logits[torch.arange(len(tokens)), torch.tensor(tokens)]
+    assert margins.max() <= TIE, f"token {int(margins.argmax())} is {float(margins.max())} below the largest logit"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("attention", [AttentionKind.NUMBA, AttentionKind.TORCH])
+def test_greedy_tokens_equal_transformers(
+    tiny_checkpoints: dict[str, Path], family: str, attention: AttentionKind
+) -> None:
+    folder = tiny_checkpoints[family]
+    engine = make_engine(folder, attention=attention).engine
+    prompts = prompts_of(LENGTHS)
+    requests = [make_request(str(i), prompt, max_tokens=NUM_TOKENS) for i, prompt in enumerate(prompts)]
+    outputs = run(engine, requests)
+    model = oracle(folder)
+    for i, prompt in enumerate(prompts):
+        if outputs[str(i)] != expected_tokens(model, prompt):
+            assert_greedy(model, prompt, outputs[str(i)])
+
+
+def test_odd_widths_equal_transformers(odd_checkpoint: Path) -> None:
+    engine = make_engine(odd_checkpoint).engine
+    prompts = prompts_of(LENGTHS)
+    outputs = run(engine, [make_request(str(i), prompt, max_tokens=NUM_TOKENS) for i, prompt in enumerate(prompts)])
+    model = oracle(odd_checkpoint)
+    for i, prompt in enumerate(prompts):
+        assert_greedy(model, prompt, outputs[str(i)])
+
+
+@pytest.mark.parametrize("linear", list(LinearKind))
+def test_demo_model_equals_transformers(demo_folder: Path, linear: LinearKind) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(str(demo_folder), local_files_only=True)
+    texts = [
+        "The capital of France is",
+        "Once upon a time",
+        "def fibonacci(n):",
+        "Water boils at",
+        "In 1969, humans first",
+        "The three primary colours are red,",
+        "Q: What is 2 + 2?\nA:",
+        "Machine learning is a field of study " * 8,
+    ]
+    prompts = [tokenizer(text).input_ids for text in texts]
+    engine = make_engine(demo_folder, linear=linear, threads=2, kv_memory_gib=0.3).engine
+    outputs = run(engine, [make_request(str(i), prompt, max_tokens=NUM_TOKENS) for i, prompt in enumerate(prompts)])
+    model = oracle(demo_folder)
+    for i, prompt in enumerate(prompts):
+        assert_greedy(model, prompt, outputs[str(i)])
+
+
+def test_fp16_equals_fp32_when_the_weights_are_exact(tiny_checkpoints: dict[str, Path]) -> None:
+    prompts = prompts_of(LENGTHS)
+    requests = [make_request(str(i), prompt, max_tokens=NUM_TOKENS) for i, prompt in enumerate(prompts)]
+    folder = tiny_checkpoints["qwen3"]
+    model = oracle(folder)
+    outputs = run(make_engine(folder, linear=LinearKind.FP16).engine, requests)
+    for i, prompt in enumerate(prompts):
+        assert_greedy(model, prompt, outputs[str(i)])
