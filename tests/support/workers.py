@@ -1,0 +1,34 @@
+"""Worker facts for tests of the control plane."""
+
+from pdserve.cluster.base.ids import Incarnation, WorkerId
+from pdserve.cluster.base.worker_info import Endpoint, NumericsClass, Role, WorkerInfo, WorkerLoad, WorkerState, WorkerView
+
+
+def make_info(
+    worker_id: WorkerId, *, incarnation: str = "life", endpoint: Endpoint | None = None, max_model_len: int = 1024
+) -> WorkerInfo:
+    """Return the facts of a worker."""
+    return WorkerInfo(
+        worker_id=worker_id,
+        incarnation=Incarnation(incarnation),
+        role=Role.MIXED,
+        endpoint=endpoint or Endpoint(host="127.0.0.1", port=1),
+        pid=1,
+        device="cpu",
+        model_name="tiny",
+        model_digest="m",
+        numerics_digest="n",
+        numerics_class=NumericsClass.BITWISE,
+        numerics_note="",
+        vocab_size=512,
+        max_model_len=max_model_len,
+        num_blocks=64,
+        block_size=16,
+        max_running=16,
+        memory_bytes=1,
+    )
+
+
+def make_view(name: str, load: WorkerLoad | None = None, state: WorkerState = WorkerState.READY) -> WorkerView:
+    """Return a worker in a view."""
+    return WorkerView(info=make_info(WorkerId(name)), state=state, load=load or WorkerLoad())

@@ -1,0 +1,172 @@
+"""The membership table under a manual clock."""
+
+from dataclasses import replace
+
+from pdserve.cluster.base.clock import ManualClock
+from pdserve.cluster.base.ids import Incarnation, WorkerId
+from pdserve.cluster.base.worker_info import WorkerLoad, WorkerState
+from pdserve.cluster.control.membership import Membership, MembershipSettings, RemoveWorker, StartWorker
+from support.workers import make_info
+
+SETTINGS = MembershipSettings(target=1, start_timeout_s=30.0, backoff_s=2.0)
+BUSY = WorkerLoad(has_runnable_work=True, num_steps=3, predicted_step_s=0.1)
+
+
+def make(target: int = 1) -> tuple[Membership, ManualClock]:
+    clock = ManualClock()
+    return Membership(replace(SETTINGS, target=target), clock), clock
+
+
+def start_one(membership: Membership) -> WorkerId:
+    (instruction,) = membership.tick()
+    assert isinstance(instruction, StartWorker)
+    return instruction.worker_id
+
+
+def make_ready(membership: Membership) -> WorkerId:
+    worker_id = start_one(membership)
+    assert membership.registered(make_info(worker_id), WorkerLoad())
+    return worker_id
+
+
+def test_workers_are_started_up_to_the_target_with_distinct_names() -> None:
+    membership, _ = make(target=3)
+    started = membership.tick()
+    assert len({instruction.worker_id for instruction in started}) == 3
+    assert membership.tick() == []
+    assert membership.view() == ()
+
+
+def test_a_registered_worker_is_ready() -> None:
+    membership, _ = make()
+    worker_id = make_ready(membership)
+    (view,) = membership.view()
+    assert (view.info.worker_id, view.state) == (worker_id, WorkerState.READY)
+
+
+def test_an_unknown_worker_and_another_life_are_turned_away() -> None:
+    membership, _ = make()
+    worker_id = make_ready(membership)
+    assert not membership.registered(make_info(WorkerId("stranger-9")), WorkerLoad())
+    assert not membership.registered(make_info(worker_id, incarnation="other"), WorkerLoad())
+
+
+def test_a_lost_channel_leaves_routing_at_once_and_may_come_back() -> None:
+    membership, clock = make()
+    worker_id = make_ready(membership)
+    membership.lost(worker_id, make_info(worker_id).incarnation)
+    assert membership.view()[0].state is WorkerState.DEAD
+    clock.advance(0.5)
+    assert membership.tick() == []
+    assert membership.registered(make_info(worker_id), WorkerLoad())
+    clock.advance(5.0)
+    assert membership.tick() == []
+    assert membership.view()[0].state is WorkerState.READY
+
+
+def test_the_loss_of_an_earlier_life_changes_nothing() -> None:
+    membership, _ = make()
+    worker_id = make_ready(membership)
+    membership.lost(worker_id, Incarnation("earlier"))
+    assert membership.view()[0].state is WorkerState.READY
+
+
+def test_a_worker_that_does_not_come_back_is_removed_and_replaced() -> None:
+    membership, clock = make()
+    worker_id = make_ready(membership)
+    membership.lost(worker_id, make_info(worker_id).incarnation)
+    clock.advance(1.5)
+    removed, started = membership.tick()
+    assert removed == RemoveWorker(worker_id=worker_id, cause="its channel closed and it did not come back")
+    assert isinstance(started, StartWorker)
+    assert started.worker_id != worker_id
+
+
+def wait_for_start(membership: Membership, clock: ManualClock) -> tuple[WorkerId, float]:
+    """Tick until a worker is started; return it and how long that took."""
+    start_time = clock.now()
+    while True:
+        for instruction in membership.tick():
+            if isinstance(instruction, StartWorker):
+                return instruction.worker_id, clock.now() - start_time
+        clock.advance(0.25)
+
+
+def test_deaths_in_a_row_wait_longer_each_time() -> None:
+    membership, clock = make()
+    waits = []
+    for _ in range(5):
+        worker_id, wait_s = wait_for_start(membership, clock)
+        waits.append(wait_s)
+        assert membership.failed(worker_id, "boom") == [RemoveWorker(worker_id=worker_id, cause="boom")]
+    assert waits == [0.0, 0.0, 4.0, 8.0, 16.0]
+    assert len(membership.last_deaths) == 5
+
+
+def test_a_minute_of_peace_forgives_earlier_deaths() -> None:
+    membership, clock = make()
+    for _ in range(4):
+        membership.failed(wait_for_start(membership, clock)[0], "boom")
+    worker_id, _ = wait_for_start(membership, clock)
+    membership.registered(make_info(worker_id), WorkerLoad())
+    for _ in range(61):
+        clock.advance(1.0)
+        membership.reported(worker_id, WorkerLoad())
+        assert membership.tick() == []
+    membership.failed(worker_id, "boom")
+    assert wait_for_start(membership, clock)[1] == 0.0
+
+
+def test_a_worker_that_never_registers_is_replaced() -> None:
+    membership, clock = make()
+    worker_id = start_one(membership)
+    clock.advance(30.5)
+    assert membership.tick()[0] == RemoveWorker(worker_id=worker_id, cause="not ready within 30 s")
+
+
+def test_work_without_steps_is_a_stall_and_idleness_is_not() -> None:
+    membership, clock = make()
+    worker_id = make_ready(membership)
+    for _ in range(20):
+        clock.advance(1.0)
+        membership.reported(worker_id, WorkerLoad(num_steps=3))
+    assert membership.tick() == []
+    for _ in range(9):
+        clock.advance(1.0)
+        membership.reported(worker_id, BUSY)
+        assert membership.tick() == []
+    clock.advance(2.0)
+    membership.reported(worker_id, BUSY)
+    (removed, _) = membership.tick()
+    assert isinstance(removed, RemoveWorker)
+    assert "stalled" in removed.cause
+
+
+def test_slow_steps_are_given_five_times_their_prediction() -> None:
+    membership, clock = make()
+    worker_id = make_ready(membership)
+    slow = replace(BUSY, predicted_step_s=4.0)
+    for _ in range(19):
+        membership.reported(worker_id, slow)
+        clock.advance(1.0)
+        assert membership.tick() == []
+
+
+def test_a_new_controller_waits_for_the_workers_it_found() -> None:
+    membership, clock = make()
+    membership.adopt(WorkerId("mixed-4"))
+    assert not membership.is_settled
+    assert membership.tick() == []
+    assert membership.registered(make_info(WorkerId("mixed-4")), WorkerLoad())
+    assert membership.is_settled
+    membership.failed(WorkerId("mixed-4"), "boom")
+    (started,) = membership.tick()
+    assert started == StartWorker(worker_id=WorkerId("mixed-5"))
+    del clock
+
+
+def test_a_new_controller_does_not_wait_for_ever() -> None:
+    membership, clock = make()
+    membership.adopt(WorkerId("mixed-0"))
+    clock.advance(3.5)
+    assert membership.is_settled
