@@ -91,6 +91,8 @@ class Channel:
         """
         if self._close_reason is not None:
             raise ChannelClosedError(f"channel to {self.peer} is closed: {self._close_reason}")
+        if self._writer.transport.is_closing():
+            raise ChannelClosedError(f"channel to {self.peer} has lost its connection")
         body = self._codec.encode(message)
         if len(body) > self._settings.max_frame_bytes:
             raise ProtocolError(f"{type(message).__name__} of {len(body)} bytes is over the frame limit")
@@ -138,7 +140,7 @@ class Channel:
 
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()
-        while self.is_open:
+        while self.is_open and not self._writer.transport.is_closing():
             self.post(Heartbeat())
             await asyncio.sleep(self._settings.heartbeat_s)
             if loop.time() - self._heard_time > self._settings.silence_s:

@@ -94,8 +94,10 @@ class Scheduler:
         key = (request.request_id, request.attempt)
         if key in self._sequences:
             raise InvalidRequestError(f"request {key} is already here", param="request_id")
-        if len(self._waiting) >= self._settings.max_waiting:
-            raise OverloadedError(f"{len(self._waiting)} requests are waiting, the most allowed")
+        # Requests that the next step can admit do not count as waiting.
+        num_queued = len(self._waiting) + len(self._running) - self._settings.max_running
+        if num_queued >= self._settings.max_waiting:
+            raise OverloadedError(f"{num_queued} requests are waiting, the most allowed")
         sequence = Sequence(
             request,
             num_groups=self._pool.num_groups,

@@ -134,12 +134,13 @@ def test_a_request_larger_than_the_pool_is_refused_naming_the_field() -> None:
 
 
 def test_a_full_queue_and_a_second_copy_are_refused() -> None:
-    engine = make_digest_engine(MODEL, max_waiting=1)
-    engine.scheduler.add(make_request("0", [10]))
+    engine = make_digest_engine(MODEL, max_running=2, max_waiting=1)
+    for number in range(3):  # two can be admitted by the next step, one waits
+        engine.scheduler.add(make_request(str(number), [10]))
     with pytest.raises(InvalidRequestError, match="already here"):
         engine.scheduler.add(make_request("0", [10]))
     with pytest.raises(OverloadedError):
-        engine.scheduler.add(make_request("1", [10]))
+        engine.scheduler.add(make_request("3", [10]))
 
 
 def test_end_tokens_and_stop_tokens_end_with_stop_and_the_limit_with_length() -> None:

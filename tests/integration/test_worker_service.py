@@ -1,0 +1,278 @@
+"""A worker over real channels: tokens, aborts, reclaims, BUSY, engine failure."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+
+import pytest
+from pdserve.cluster.base.errors import NoWorkerError, OverloadedError, WorkerLostError
+from pdserve.cluster.base.ids import IngressId
+from pdserve.cluster.base.request import FinishReason, Request
+from pdserve.router.dispatch import Dispatcher, RequestStream
+from pdserve.workers.engine.plan import Int32, StepPlan
+from pdserve.workers.model.digest import DigestRunner
+from pdserve.workers.worker import Worker
+from support.controllers import StubController
+from support.engines import make_digest_engine, make_request, prompts_of
+from support.services import CHANNEL, MODEL, eventually, running_controller, running_worker
+
+
+class GatedRunner(DigestRunner):
+    """Runs a step only when the gate is open; raises if told to."""
+
+    def __init__(self) -> None:
+        super().__init__(MODEL, num_blocks=64, block_size=16)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fails = False
+
+    def execute(self, plan: StepPlan) -> Int32:
+        assert self.gate.wait(20), "the test never opened the gate"
+        if self.fails:
+            raise RuntimeError("the model exploded")
+        return super().execute(plan)
+
+
+@pytest.fixture
+async def controller() -> AsyncIterator[StubController]:
+    async with running_controller() as running:
+        yield running
+
+
+@pytest.fixture
+async def dispatcher(controller: StubController) -> AsyncIterator[Dispatcher]:
+    running = Dispatcher(
+        IngressId("test"),
+        CHANNEL,
+        controller.resolve,
+        route_timeout_s=0.3,
+        token_timeout_s=20.0,
+        metrics_text=lambda: "",
+    )
+    running.start()
+    yield running
+    await running.stop()
+
+
+async def collect(stream: RequestStream) -> tuple[list[int], FinishReason | None]:
+    tokens: list[int] = []
+    reason = None
+    async for delta in stream:
+        tokens += delta.token_ids
+        reason = delta.finish_reason
+    return tokens, reason
+
+
+async def generate(dispatcher: Dispatcher, request: Request) -> tuple[list[int], FinishReason | None]:
+    async with dispatcher.open(request) as stream:
+        return await collect(stream)
+
+
+def assert_clean(worker: Worker) -> None:
+    load = worker.load()
+    assert worker.num_live == 0
+    assert (load.num_running, load.num_waiting, load.num_queued_prompt_tokens) == (0, 0, 0)
+    assert load.num_free_blocks == load.num_blocks
+
+
+async def test_many_streams_give_their_own_texts(controller: StubController, dispatcher: Dispatcher) -> None:
+    requests = [
+        make_request(str(n), prompt, max_tokens=20, temperature=n % 2, seed=n)
+        for n, prompt in enumerate(prompts_of(range(3, 35)))
+    ]
+    async with running_worker(controller) as worker:
+        await eventually(lambda: dispatcher.has_worker, "connected")
+        results = await asyncio.gather(*(generate(dispatcher, request) for request in requests))
+        for request, (tokens, reason) in zip(requests, results, strict=True):
+            assert tokens == MODEL.generate(request)
+            assert reason is FinishReason.LENGTH
+        await eventually(lambda: worker.load().num_running == 0, "idle")
+        assert_clean(worker)
+
+
+async def test_leaving_a_stream_aborts_it_in_the_engine(controller: StubController, dispatcher: Dispatcher) -> None:
+    async with running_worker(controller) as worker:
+        await eventually(lambda: dispatcher.has_worker, "connected")
+        async with dispatcher.open(make_request("gone", [10, 11], max_tokens=900)) as stream:
+            async for _ in stream:
+                break
+        await eventually(lambda: worker.load().num_running == 0, "aborted")
+        assert_clean(worker)
+        assert 'ended_total{reason="abort"} 1.0' in worker.metrics_text()
+
+
+async def test_aborts_while_waiting_leave_nothing(controller: StubController, dispatcher: Dispatcher) -> None:
+    # known_faults B044
+    runner = GatedRunner()
+    engine = make_digest_engine(MODEL, max_running=1)
+    engine.runner = runner
+    async with running_worker(controller, engine) as worker:
+        await eventually(lambda: dispatcher.has_worker, "connected")
+        runner.gate.clear()
+        tasks = [
+            asyncio.create_task(generate(dispatcher, make_request(str(n), [10 + n], max_tokens=4))) for n in range(20)
+        ]
+        await eventually(lambda: worker.num_live == 20, "all are here")
+        for task in tasks[:15]:
+            task.cancel()
+        await asyncio.gather(*tasks[:15], return_exceptions=True)
+        runner.gate.set()
+        for n, (tokens, _) in enumerate(await asyncio.gather(*tasks[15:]), start=15):
+            assert tokens == MODEL.generate(make_request(str(n), [10 + n], max_tokens=4))
+        await eventually(lambda: worker.load().num_running == 0 and worker.num_live == 0, "idle")
+        assert_clean(worker)
+
+
+async def test_a_full_queue_answers_busy_and_keeps_nothing(controller: StubController, dispatcher: Dispatcher) -> None:
+    runner = GatedRunner()
+    engine = make_digest_engine(MODEL, max_running=1, max_waiting=2)
+    engine.runner = runner
+    async with running_worker(controller, engine) as worker:
+        await eventually(lambda: dispatcher.has_worker, "connected")
+        runner.gate.clear()
+        tasks = [asyncio.create_task(generate(dispatcher, make_request("0", [10], max_tokens=3)))]
+        await eventually(lambda: worker.load().num_running == 1, "the first is in its step")
+        tasks += [asyncio.create_task(generate(dispatcher, make_request(str(n), [10], max_tokens=3))) for n in range(1, 7)]
+        await eventually(lambda: worker.num_live == 7, "all are here")
+        runner.gate.set()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        expected = MODEL.generate(make_request("x", [10], max_tokens=3))
+        assert [result for result in results if isinstance(result, tuple)] == [(expected, FinishReason.LENGTH)] * 3
+        assert sum(isinstance(result, OverloadedError) for result in results) == 4
+        await eventually(lambda: worker.num_live == 0, "idle")
+        assert_clean(worker)
+
+
+async def test_a_busy_worker_hands_the_request_to_the_next_of_the_route(
+    controller: StubController, dispatcher: Dispatcher
+) -> None:
+    runner = GatedRunner()
+    runner.fails = True
+    broken = make_digest_engine(MODEL)
+    broken.runner = runner
+    async with running_worker(controller, broken, "mixed-0"):
+        await eventually(lambda: dispatcher.has_worker, "connected")
+        assert "exploded" in str(await collect_error(dispatcher, "first"))
+        async with running_worker(controller, None, "mixed-1"):
+            await eventually(lambda: len(dispatcher.controller.view) == 2, "both are known")
+            await eventually(lambda: all(link.is_open for link in dispatcher._links.values()), "both are connected")
+            request = make_request("second", [10, 11], max_tokens=4)
+            assert (await generate(dispatcher, request))[0] == MODEL.generate(request)
+
+
+async def test_an_engine_exception_ends_requests_with_its_cause_and_marks_the_worker(
+    controller: StubController, dispatcher: Dispatcher
+) -> None:
+    runner = GatedRunner()
+    engine = make_digest_engine(MODEL)
+    engine.runner = runner
+    async with running_worker(controller, engine) as worker:
+        await eventually(lambda: dispatcher.has_worker, "connected")
+        runner.gate.clear()
+        tasks = [asyncio.create_task(collect_error(dispatcher, f"r{n}")) for n in range(5)]
+        await eventually(lambda: worker.num_live == 5, "all are here")
+        runner.fails = True
+        runner.gate.set()
+        assert await asyncio.gather(*tasks) == ["the engine failed: RuntimeError: the model exploded"] * 5
+        await eventually(lambda: any("the model exploded" in text for text in controller.failures), "reported")
+        with pytest.raises(OverloadedError, match="the model exploded"):
+            await generate(dispatcher, make_request("late", [10]))
+
+
+async def collect_error(dispatcher: Dispatcher, name: str) -> str | None:
+    error = None
+    async with dispatcher.open(make_request(name, [10, 11], max_tokens=50)) as stream:
+        async for delta in stream:
+            error = delta.error
+    return error
+
+
+async def test_a_broken_channel_is_reclaimed_without_a_missing_or_doubled_token(
+    controller: StubController, dispatcher: Dispatcher
+) -> None:
+    runner = GatedRunner()
+    engine = make_digest_engine(MODEL)
+    engine.runner = runner
+    request = make_request("r", [10, 11, 12], max_tokens=200)
+    async with running_worker(controller, engine) as worker:
+        await eventually(lambda: dispatcher.has_worker, "connected")
+        async with dispatcher.open(request) as stream:
+            tokens: list[int] = []
+            async for delta in stream:
+                tokens += delta.token_ids
+                if len(tokens) in (3, 50, 120):
+                    for channel in list(worker._channels.values()):
+                        channel.close("test: the connection breaks")
+                    await asyncio.sleep(0.02)
+            assert tokens == MODEL.generate(request)
+        await eventually(lambda: worker.num_live == 0, "idle")
+
+
+async def test_what_nobody_reclaims_is_aborted(controller: StubController) -> None:
+    lonely = Dispatcher(
+        IngressId("lonely"), CHANNEL, controller.resolve, route_timeout_s=0.3, token_timeout_s=5.0, metrics_text=lambda: ""
+    )
+    lonely.start()
+    runner = GatedRunner()
+    engine = make_digest_engine(MODEL)
+    engine.runner = runner
+    async with running_worker(controller, engine) as worker:
+        await eventually(lambda: lonely.has_worker, "connected")
+        runner.gate.clear()
+        task = asyncio.create_task(generate(lonely, make_request("r", [10], max_tokens=900)))
+        await eventually(lambda: worker.num_live == 1, "here")
+        # The ingress dies: its links vanish without an abort.
+        for link in list(lonely._links.values()):
+            await link._client.stop()
+        runner.gate.set()
+        await eventually(lambda: worker.num_live == 0, "reaped")
+        await eventually(lambda: worker.load().num_running == 0, "aborted in the engine")
+        assert_clean(worker)
+        with pytest.raises(WorkerLostError):
+            await task
+    await lonely.stop()
+
+
+async def test_a_worker_that_dies_ends_its_streams_with_an_error_that_says_so(
+    controller: StubController, dispatcher: Dispatcher
+) -> None:
+    runner = GatedRunner()
+    engine = make_digest_engine(MODEL)
+    engine.runner = runner
+    async with running_worker(controller, engine) as worker:
+        await eventually(lambda: dispatcher.has_worker, "connected")
+        task = asyncio.create_task(generate(dispatcher, make_request("r", [10], max_tokens=1000)))
+        await eventually(lambda: worker.load().num_generated_tokens > 3, "it streams")
+        runner.gate.clear()
+        await worker._server.stop()
+        with pytest.raises(WorkerLostError, match="mixed-0 was lost"):
+            await task
+        runner.gate.set()
+    with pytest.raises(NoWorkerError):
+        await generate(dispatcher, make_request("next", [10]))
+
+
+async def test_without_an_answer_of_the_controller_the_last_view_routes(
+    controller: StubController, dispatcher: Dispatcher
+) -> None:
+    async with running_worker(controller):
+        await eventually(lambda: dispatcher.has_worker, "connected")
+        controller.answers_routes = False
+        slow = make_request("slow", [10, 11], max_tokens=3)
+        assert (await generate(dispatcher, slow))[0] == MODEL.generate(slow)
+        await controller.stop()
+        await eventually(lambda: not dispatcher.controller.is_connected, "the controller is gone")
+        gone = make_request("gone", [10, 11], max_tokens=3)
+        assert (await generate(dispatcher, gone))[0] == MODEL.generate(gone)
+
+
+async def test_an_impossible_request_is_refused_with_an_error_not_a_hang(
+    controller: StubController, dispatcher: Dispatcher
+) -> None:
+    async with running_worker(controller) as worker:
+        await eventually(lambda: dispatcher.has_worker, "connected")
+        async with dispatcher.open(make_request("huge", [10], max_tokens=10**6)) as stream:
+            deltas = [delta async for delta in stream]
+        assert deltas[0].finish_reason is FinishReason.ERROR
+        assert "this worker holds 1024" in (deltas[0].error or "")
+        assert_clean(worker)
