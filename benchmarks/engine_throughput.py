@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
-
 from pdserve.benchmarks.environment import describe_environment
 from pdserve.cluster.base.clock import SystemClock
 from pdserve.cluster.base.config import EngineConfig, LinearKind, cache_dir
@@ -25,6 +23,7 @@ from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.request import Request, SamplingParams
 from pdserve.workers.assembly import assemble_engine
 from pdserve.workers.model.source import prepare_model
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 PROMPT_TOKENS = 128
 NEW_TOKENS = 64
@@ -149,7 +148,10 @@ def main(arguments: list[str]) -> int:
 
 
 def report(
-    contenders: list[Contender], rates: dict[int, dict[str, list[float]]], agreement: dict[int, dict[str, float]], threads: int
+    contenders: list[Contender],
+    rates: dict[int, dict[str, list[float]]],
+    agreement: dict[int, dict[str, float]],
+    threads: int,
 ) -> None:
     """Print the table and the JSON line."""
     peer = contenders[0].name
@@ -160,7 +162,8 @@ def report(
         for name, values in by_name.items():
             median = statistics.median(values)
             spread = f"{min(values):.1f}-{max(values):.1f}"
-            print(f"{batch:>4}  {name:22} {median:>9.1f}  {spread:>15}  {median / base:>6.2f}  {agreement[batch][name]:.0%}")
+            ratio, equal = median / base, agreement[batch][name]
+            print(f"{batch:>4}  {name:22} {median:>9.1f}  {spread:>15}  {ratio:>6.2f}  {equal:.0%}")
             rows.append(
                 {
                     "n": batch,

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import httpx
 import ray
-from ray import serve
-
 from pdserve.cluster.base.config import DeploymentConfig, cache_dir, state_dir
 from pdserve.cluster.base.errors import ConfigError, RetryableError
 from pdserve.cluster.base.ids import WorkerId
@@ -26,6 +24,7 @@ from pdserve.workers.actors import WorkerActor
 from pdserve.workers.assembly import MemoryPlan, available_memory_bytes, check_memory, plan_memory
 from pdserve.workers.model.families import ModelSpec, read_spec
 from pdserve.workers.model.source import default_name, prepare_model
+from ray import serve
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +132,7 @@ class Deployment:
             try:
                 connect(record)
                 self._stop_actors(say)
-            except Exception:  # noqa: BLE001 — the barrier of shutdown: whatever failed, the head and its files still go
+            except Exception:
                 logger.warning("the deployment did not stop cleanly; its processes are ended", exc_info=True)
             finally:
                 ray.shutdown()
@@ -260,4 +259,4 @@ def connect(record: DeploymentRecord) -> None:
 
 
 def _reachable(host: str) -> str:
-    return "127.0.0.1" if host in ("0.0.0.0", "::") else host  # noqa: S104 — compared, not bound
+    return "127.0.0.1" if host in ("0.0.0.0", "::") else host

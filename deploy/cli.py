@@ -11,9 +11,6 @@ from typing import Annotated
 
 import ray
 import typer
-from pydantic import TypeAdapter
-from rich.console import Console
-
 from pdserve.cluster.base.config import DeploymentConfig, cache_dir, field_help, load_config, to_yaml
 from pdserve.cluster.base.errors import ClientError, ConfigError, PdserveError
 from pdserve.cluster.base.version import VERSION
@@ -24,6 +21,8 @@ from pdserve.deploy.guardian import Guardian
 from pdserve.deploy.records import DeploymentRecord
 from pdserve.deploy.screen import ProgressLines, status_table
 from pdserve.workers.model.source import prepare_model
+from pydantic import TypeAdapter
+from rich.console import Console
 
 application = typer.Typer(
     name="pdserve",
@@ -84,7 +83,9 @@ def up(
     port: Port = None,
     mixed: Mixed = None,
     linear: Linear = None,
-    detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when it serves; `pdserve down` stops it.")] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Return when it serves; `pdserve down` stops it.")
+    ] = False,
 ) -> None:
     """Start a deployment: Ray, the controller, workers and the HTTP ingress.
 

@@ -4,7 +4,6 @@ import json
 from typing import TextIO
 
 import httpx
-
 from pdserve.cluster.base.errors import InternalError
 from pdserve.deploy.records import DeploymentRecord
 

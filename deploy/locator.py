@@ -4,7 +4,6 @@ import asyncio
 from dataclasses import dataclass
 
 import ray
-
 from pdserve.cluster.base.worker_info import Endpoint
 
 CONTROLLER_NAME = "controller"

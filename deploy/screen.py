@@ -2,12 +2,11 @@
 
 from types import TracebackType
 
+from pdserve.cluster.base.worker_info import ClusterStatus, WorkerView
+from pdserve.deploy.records import DeploymentRecord
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-
-from pdserve.cluster.base.worker_info import ClusterStatus, WorkerView
-from pdserve.deploy.records import DeploymentRecord
 
 STEP = 0.1
 
@@ -26,7 +25,9 @@ class ProgressLines:
             self._status.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._status.stop()
 
     def show(self, stage: str, share: float) -> None:
@@ -56,7 +57,9 @@ def status_table(record: DeploymentRecord, status: ClusterStatus) -> RenderableT
     for worker_id in status.starting:
         table.add_row(worker_id, "", "starting")
     lines = [Text(f"controller pid {status.controller_pid}")]
-    lines += [Text(f"{view.info.worker_id}: {view.info.numerics_note}") for view in status.workers if view.info.numerics_note]
+    lines += [
+        Text(f"{view.info.worker_id}: {view.info.numerics_note}") for view in status.workers if view.info.numerics_note
+    ]
     lines += [Text(f"last death: {death}") for death in status.last_deaths]
     return Group(table, *lines)
 

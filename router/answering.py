@@ -142,7 +142,7 @@ class Answer:
             finished.labels(self._plan.endpoint, FinishReason.ABORT.value).inc()
             placed.cancel()
             raise
-        except Exception as error:  # noqa: BLE001 — the barrier of a choice: every failure ends it with an error
+        except Exception as error:
             if not isinstance(error, PdserveError):
                 logger.exception("request_id=%s failed in the ingress", request.request_id)
             if placed.done():

@@ -7,9 +7,8 @@ an InvalidRequestError that names the field. null means "not given", as OpenAI's
 import math
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-
 from pdserve.cluster.base.errors import InvalidRequestError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 MAX_STOP_STRINGS = 4
 MAX_STOP_LENGTH = 1000
@@ -61,8 +60,10 @@ class GenerationBody(BaseModel):
     def _consistent(self) -> "GenerationBody":
         if self.stream_options is not None and not self.stream:
             raise _FieldError("stream_options", "is only allowed with stream=true")
-        if self.max_tokens is not None and self.max_completion_tokens is not None and (
-            self.max_tokens != self.max_completion_tokens
+        if (
+            self.max_tokens is not None
+            and self.max_completion_tokens is not None
+            and (self.max_tokens != self.max_completion_tokens)
         ):
             raise _FieldError("max_completion_tokens", "differs from max_tokens; give one of them")
         stops = self.stop_strings

@@ -118,10 +118,13 @@ class ControllerClient:
     def channel_closed(self, channel: Channel, reason: str) -> None:
         """See ChannelHandler: whoever waits for an answer takes the fallback now."""
         self._channel = None
-        error = ChannelClosedError(reason)
-        for future in (*self._routes.values(), *self._metrics.values()):
+        futures: list[asyncio.Future[Route] | asyncio.Future[tuple[MetricsText, ...]]] = [
+            *self._routes.values(),
+            *self._metrics.values(),
+        ]
+        for future in futures:
             if not future.done():
-                future.set_exception(error)
+                future.set_exception(ChannelClosedError(reason))
 
     def message_received(self, channel: Channel, message: Message) -> None:
         """See ChannelHandler."""

@@ -239,9 +239,7 @@ class Dispatcher:
     @property
     def has_worker(self) -> bool:
         """True if a ready worker is connected."""
-        ready = {
-            worker.info.worker_id for worker in self.controller.view if worker.state is WorkerState.READY
-        }
+        ready = {worker.info.worker_id for worker in self.controller.view if worker.state is WorkerState.READY}
         return any(link.is_open and worker_id in ready for (worker_id, _), link in self._links.items())
 
     @asynccontextmanager
@@ -282,9 +280,7 @@ class Dispatcher:
         raise refusal
 
     def _link(self, worker_id: WorkerId) -> WorkerLink | None:
-        return next(
-            (link for (name, _), link in self._links.items() if name == worker_id and link.is_open), None
-        )
+        return next((link for (name, _), link in self._links.items() if name == worker_id and link.is_open), None)
 
     def _view_changed(self, workers: tuple[WorkerView, ...]) -> None:
         present = {(worker.info.worker_id, worker.info.incarnation): worker.info for worker in workers}

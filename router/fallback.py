@@ -17,6 +17,4 @@ def choose_from_view(workers: Sequence[WorkerView], excluded: Sequence[WorkerId]
         return Route(worker_ids=(), reason="no worker is ready")
     pair = source.sample(ready, min(2, len(ready)))
     pair.sort(key=lambda worker: worker.load.num_queued_prompt_tokens + worker.load.num_running)
-    return Route(
-        worker_ids=tuple(worker.info.worker_id for worker in pair), reason="two choices on the last view"
-    )
+    return Route(worker_ids=tuple(worker.info.worker_id for worker in pair), reason="two choices on the last view")

@@ -1,6 +1,7 @@
 """The Serve deployment: HTTP in, OpenAI-shaped answers out.
 
-Routes, bodies, errors, streaming. What a request means is in api, tokenization and answering; where it goes in dispatch.
+Routes, bodies, errors, streaming. What a request means is in api, tokenization and answering; where it goes
+is in dispatch.
 """
 
 import asyncio
@@ -15,16 +16,14 @@ from pathlib import Path
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from starlette.exceptions import HTTPException
-
 from pdserve.cluster.base.clock import SystemClock
 from pdserve.cluster.base.config import IngressConfig
 from pdserve.cluster.base.errors import InvalidRequestError, PdserveError
 from pdserve.cluster.base.ids import IngressId, RequestId
 from pdserve.cluster.base.logs import configure_logging
 from pdserve.cluster.base.metrics import IngressMetrics, merge_metrics
-from pdserve.cluster.base.request import Request as EngineRequest
 from pdserve.cluster.base.request import FinishReason, SamplingParams
+from pdserve.cluster.base.request import Request as EngineRequest
 from pdserve.cluster.base.wire import ChannelSettings
 from pdserve.cluster.base.worker_info import Endpoint
 from pdserve.router.answering import AnswerPlan, Answers
@@ -34,6 +33,7 @@ from pdserve.router.dispatch import Dispatcher
 from pdserve.router.http_errors import describe_error
 from pdserve.router.sse import ClosingStream, stream_events
 from pdserve.router.tokenization import FALLBACK_STOP, Tokenizer
+from starlette.exceptions import HTTPException
 
 logger = logging.getLogger(__name__)
 
@@ -146,9 +146,7 @@ class _Service:
         base = _draw_id(CompletionShape.id_prefix)
         requests = await asyncio.to_thread(self._completion_requests, base, body.prompts, body)
         shape = CompletionShape(base, self._settings.served_name, int(time.time()))
-        plan = AnswerPlan(
-            requests=requests, stops=body.stop_strings, endpoint=shape.endpoint, start_time=start_time
-        )
+        plan = AnswerPlan(requests=requests, stops=body.stop_strings, endpoint=shape.endpoint, start_time=start_time)
         return await self._answer(plan, shape, body)
 
     async def chat(self, request: Request) -> Response:
@@ -173,9 +171,7 @@ class _Service:
     async def model(self, name: str) -> Response:
         """GET /v1/models/NAME."""
         self._check_model(name)
-        return JSONResponse(
-            {"id": name, "object": "model", "created": self._created, "owned_by": "pdserve"}
-        )
+        return JSONResponse({"id": name, "object": "model", "created": self._created, "owned_by": "pdserve"})
 
     async def health(self) -> Response:
         """GET /health: this replica runs."""
@@ -206,7 +202,9 @@ class _Service:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise InvalidRequestError(
-                f"content-type must be application/json, not {kind or 'absent'}", code="unsupported_media_type", status=415
+                f"content-type must be application/json, not {kind or 'absent'}",
+                code="unsupported_media_type",
+                status=415,
             )
         limit = self._settings.config.max_body_bytes
         chunks, size = [], 0

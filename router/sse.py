@@ -1,16 +1,15 @@
 """Server-sent events of a streamed answer."""
 
+import json
 import logging
 from collections.abc import AsyncIterator, Callable
-
-import json
-from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
 from pdserve.cluster.base.errors import PdserveError
 from pdserve.router.answering import Answer
 from pdserve.router.answers import Json, Shape
 from pdserve.router.http_errors import describe_error
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +33,7 @@ async def stream_events(answer: Answer, shape: Shape, *, wants_usage: bool) -> A
                 yield _event(shape.chunk(item.index, piece.text, None))
             if piece.finish_reason is not None:
                 yield _event(shape.chunk(item.index, "", piece.finish_reason))
-    except Exception as error:  # noqa: BLE001 — the barrier of a stream: the client is told, whatever it was
+    except Exception as error:
         if not isinstance(error, PdserveError):
             logger.exception("a stream failed")
         _, body, _ = describe_error(error)

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jinja2.exceptions import TemplateError
-from transformers import AutoTokenizer
-
 from pdserve.cluster.base.errors import InvalidRequestError
 from pdserve.router.api import ChatMessage
+from transformers import AutoTokenizer
 
 FALLBACK_NAMES = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
 FALLBACK_STOP = "\nUser:"
@@ -95,8 +94,8 @@ class Tokenizer:
             return room if default is None else min(default, room)
         if max_tokens > room:
             raise InvalidRequestError(
-                f"{param} has {num_prompt_tokens} tokens and max_tokens is {max_tokens}: together they exceed the limit "
-                f"of {limit} tokens",
+                f"{param} has {num_prompt_tokens} tokens and max_tokens is {max_tokens}: "
+                f"together they exceed the limit of {limit} tokens",
                 param="max_tokens",
                 code="context_length_exceeded",
             )

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import psutil
 import torch
-
 from pdserve.cluster.base.clock import Clock
 from pdserve.cluster.base.config import EngineConfig, LinearKind
 from pdserve.cluster.base.errors import ConfigError
@@ -46,7 +45,8 @@ class MemoryPlan:
     def __str__(self) -> str:
         gib = 1 << 30
         return (
-            f"packed weights {self.weights_bytes / gib:.2f} GiB + embedding {self.embedding_bytes / gib:.2f} GiB (mapped) "
+            f"packed weights {self.weights_bytes / gib:.2f} GiB "
+            f"+ embedding {self.embedding_bytes / gib:.2f} GiB (mapped) "
             f"+ KV {self.kv_bytes / gib:.2f} GiB ({self.num_blocks} blocks) + process {PROCESS_BYTES / gib:.2f} GiB "
             f"= {self.total_bytes / gib:.2f} GiB per worker; at most {self.max_model_len} tokens a request"
         )

@@ -95,7 +95,7 @@ class EngineThread:
             self._engine.runner.bind_thread()
             while self._wait_for_work():
                 self._turn()
-        except Exception as error:  # noqa: BLE001 — the barrier: whatever the engine threw ends its requests, never silently
+        except Exception as error:
             logger.exception("the engine failed")
             self._is_stepping = False
             self._on_failure(f"{type(error).__name__}: {error}")

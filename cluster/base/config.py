@@ -11,9 +11,8 @@ from enum import StrEnum
 from pathlib import Path
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-
 from pdserve.cluster.base.errors import ConfigError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 Tree = dict[str, "Tree | list[Tree] | str | int | float | bool | None"]
 
@@ -149,7 +148,9 @@ class DeploymentConfig(_Section):
     @model_validator(mode="after")
     def _device_fits_backend(self) -> "DeploymentConfig":
         if self.engine.device != "cpu":
-            raise ValueError("engine.device: workers run on cpu only so far (README, Not yet); cuda: benchmarks/gpu_check")
+            raise ValueError(
+                "engine.device: workers run on cpu only so far (README, Not yet); cuda: benchmarks/gpu_check"
+            )
         return self
 
     @property

@@ -1,18 +1,18 @@
 """The error tree of pdserve.
 
-    PdserveError
-    ├── ClientError             the caller's fault; never retried
-    │   ├── InvalidRequestError     a field of a request is wrong (names it)
-    │   ├── ConfigError             a configuration is wrong or impossible (names the key)
-    │   └── CheckpointError         a model folder or file cannot be used
-    ├── RetryableError          infrastructure trouble; another try or another worker may succeed
-    │   ├── OverloadedError         a bounded queue is full
-    │   ├── NoWorkerError           no worker can take the request now
-    │   ├── WorkerLostError         the worker died or went silent while it held the request
-    │   └── ChannelClosedError      the channel to a peer ended
-    └── InternalError           our fault
-        ├── EngineError             the engine failed while it ran the request
-        └── ProtocolError           a peer sent what the protocol does not allow
+PdserveError
+├── ClientError             the caller's fault; never retried
+│   ├── InvalidRequestError     a field of a request is wrong (names it)
+│   ├── ConfigError             a configuration is wrong or impossible (names the key)
+│   └── CheckpointError         a model folder or file cannot be used
+├── RetryableError          infrastructure trouble; another try or another worker may succeed
+│   ├── OverloadedError         a bounded queue is full
+│   ├── NoWorkerError           no worker can take the request now
+│   ├── WorkerLostError         the worker died or went silent while it held the request
+│   └── ChannelClosedError      the channel to a peer ended
+└── InternalError           our fault
+    ├── EngineError             the engine failed while it ran the request
+    └── ProtocolError           a peer sent what the protocol does not allow
 """
 
 

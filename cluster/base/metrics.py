@@ -13,9 +13,7 @@ class IngressMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "pdserve_requests", "Requests received.", ["endpoint"], registry=self.registry
-        )
+        self.requests = Counter("pdserve_requests", "Requests received.", ["endpoint"], registry=self.registry)
         self.finished = Counter(
             "pdserve_requests_finished", "Endings by reason.", ["endpoint", "reason"], registry=self.registry
         )
@@ -54,19 +52,25 @@ class WorkerMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        gauge = {"registry": self.registry}
-        self.running = Gauge("pdserve_running_sequences", "Sequences in the running batch.", **gauge)
-        self.waiting = Gauge("pdserve_waiting_sequences", "Sequences waiting for admission.", **gauge)
-        self.queued_prompt_tokens = Gauge("pdserve_queued_prompt_tokens", "Prompt tokens not computed yet.", **gauge)
-        self.free_blocks = Gauge("pdserve_kv_blocks_free", "Free KV blocks.", **gauge)
-        self.total_blocks = Gauge("pdserve_kv_blocks_total", "KV blocks of the pool.", **gauge)
+        self.running = Gauge("pdserve_running_sequences", "Sequences in the running batch.", registry=self.registry)
+        self.waiting = Gauge("pdserve_waiting_sequences", "Sequences waiting for admission.", registry=self.registry)
+        self.queued_prompt_tokens = Gauge(
+            "pdserve_queued_prompt_tokens", "Prompt tokens not computed yet.", registry=self.registry
+        )
+        self.free_blocks = Gauge("pdserve_kv_blocks_free", "Free KV blocks.", registry=self.registry)
+        self.total_blocks = Gauge("pdserve_kv_blocks_total", "KV blocks of the pool.", registry=self.registry)
         self.steps = Counter("pdserve_engine_steps", "Engine steps.", registry=self.registry)
-        self.preemptions = Counter("pdserve_preemptions", "Sequences put back for want of blocks.", registry=self.registry)
+        self.preemptions = Counter(
+            "pdserve_preemptions", "Sequences put back for want of blocks.", registry=self.registry
+        )
         self.prefilled_tokens = Counter("pdserve_prefilled_tokens", "Prompt tokens computed.", registry=self.registry)
         self.sampled_tokens = Counter("pdserve_sampled_tokens", "Tokens sampled.", registry=self.registry)
         self.ended = Counter("pdserve_sequences_ended", "Endings by reason.", ["reason"], registry=self.registry)
         self.queue_time = Histogram(
-            "pdserve_queue_seconds", "From arrival at the worker to admission.", buckets=LATENCY_BUCKETS, registry=self.registry
+            "pdserve_queue_seconds",
+            "From arrival at the worker to admission.",
+            buckets=LATENCY_BUCKETS,
+            registry=self.registry,
         )
         self.step_time = Histogram(
             "pdserve_engine_step_seconds", "Duration of a step.", buckets=LATENCY_BUCKETS, registry=self.registry

@@ -10,7 +10,6 @@ import logging
 import os
 
 import ray
-
 from pdserve.cluster.base.clock import SystemClock
 from pdserve.cluster.base.config import DeploymentConfig
 from pdserve.cluster.base.errors import ChannelClosedError

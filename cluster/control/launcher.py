@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 
 import ray
+from pdserve.cluster.base.ids import WorkerId
 from ray.util.placement_group import (
     PlacementGroup,
     get_placement_group,
@@ -17,12 +18,10 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from pdserve.cluster.base.ids import WorkerId
-
 logger = logging.getLogger(__name__)
 
 Creator = Callable[[WorkerId, dict[str, object]], object]
-"""Creates the actor of a worker with the given Ray options; injected, because the control plane imports no worker code."""
+"""Creates the actor of a worker with the given Ray options; injected: the control plane imports no worker code."""
 
 
 class Launcher:

@@ -10,7 +10,7 @@ Events in, instructions out. A dead worker is removed and, after a back-off that
 replaced. The shell (controller) executes instructions and calls `tick` regularly.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdserve.cluster.base.clock import Clock
 from pdserve.cluster.base.ids import Incarnation, WorkerId
@@ -55,7 +55,7 @@ class _Member:
     state: WorkerState
     since_time: float
     info: WorkerInfo | None = None
-    load: WorkerLoad = WorkerLoad()
+    load: WorkerLoad = field(default_factory=WorkerLoad)
     lost_time: float | None = None
     step_time: float = 0.0
 

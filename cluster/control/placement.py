@@ -35,9 +35,7 @@ class LeastLoaded:
     def choose(self, workers: Sequence[WorkerView], num_prompt_tokens: int, excluded: Sequence[WorkerId] = ()) -> Route:
         """Return up to three ready workers, least loaded first, and reserve the prompt on the first."""
         ready = [
-            worker
-            for worker in workers
-            if worker.state is WorkerState.READY and worker.info.worker_id not in excluded
+            worker for worker in workers if worker.state is WorkerState.READY and worker.info.worker_id not in excluded
         ]
         if not ready:
             return Route(worker_ids=(), reason="no worker is ready")

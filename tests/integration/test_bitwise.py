@@ -165,7 +165,9 @@ def test_the_demo_model_has_the_same_bits_in_any_batch(demo_folder: Path, linear
         assert found_texts == texts
 
 
-def test_two_loads_have_equal_digests_and_another_seed_has_not(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_two_loads_have_equal_digests_and_another_seed_has_not(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
     from support.checkpoints import save_checkpoint
 
     first, second = make_engine(tiny_checkpoints["qwen2"]), make_engine(tiny_checkpoints["qwen2"], threads=2)

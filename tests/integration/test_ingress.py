@@ -10,7 +10,6 @@ import pytest
 from pdserve.cluster.base.request import FinishReason, TokenDelta
 from pdserve.workers.worker import Worker
 from support.checkpoints import make_tokenizer
-from support.controllers import StubController
 from support.engines import make_request
 from support.services import MODEL, eventually, running_controller, running_ingress, running_worker
 
@@ -117,7 +116,13 @@ async def test_text_and_ids_of_one_prompt_give_one_answer(served: Served) -> Non
 async def test_chat_uses_the_documented_fallback_for_a_base_model(served: Served) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     prompt = TOKENIZER("System: Be brief.\nUser: Hi\nAssistant:").input_ids
-    payload: dict[str, object] = {"model": "tiny", "messages": messages, "temperature": 0, "ignore_eos": True, "max_tokens": 8}
+    payload: dict[str, object] = {
+        "model": "tiny",
+        "messages": messages,
+        "temperature": 0,
+        "ignore_eos": True,
+        "max_tokens": 8,
+    }
     answer = (await served[0].post("/v1/chat/completions", json=payload)).json()
     assert answer["usage"]["prompt_tokens"] == len(prompt)
     message = answer["choices"][0]["message"]
@@ -215,7 +220,12 @@ async def test_the_length_limit_is_exact(served: Served) -> None:
     [
         (b"{", {"content-type": "application/json"}, 400, "invalid_json"),
         (b'{"model": "tiny", "prompt": "a",}', {"content-type": "application/json"}, 400, "invalid_json"),
-        (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', {"content-type": "application/json"}, 400, "invalid_json"),
+        (
+            b'{"model": "tiny", "prompt": "a", "temperature": NaN}',
+            {"content-type": "application/json"},
+            400,
+            "invalid_json",
+        ),
         (b"\xff\xfe", {"content-type": "application/json"}, 400, "invalid_json"),
         (b"", {"content-type": "application/json"}, 400, "invalid_json"),
         (b"[]", {"content-type": "application/json"}, 400, "invalid_body"),
@@ -274,9 +284,11 @@ async def test_metrics_count_what_the_client_saw(tokenizer_folder: Path) -> None
         await eventually(lambda: not controller.workers, "the controller is gone")
         text = (await client.get("/metrics")).text
     samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    values = {key.partition("{")[0] + "|" + key.partition(",")[2].rstrip("}"): float(value) for key, value in samples.items()}
-    assert values["pdserve_requests_finished_total|endpoint=\"completions\",reason=\"length\""] == 5
-    assert values["pdserve_requests_rejected_total|code=\"400\""] == 1
+    values = {
+        key.partition("{")[0] + "|" + key.partition(",")[2].rstrip("}"): float(value) for key, value in samples.items()
+    }
+    assert values['pdserve_requests_finished_total|endpoint="completions",reason="length"'] == 5
+    assert values['pdserve_requests_rejected_total|code="400"'] == 1
     assert values["pdserve_generated_tokens_total|"] == 30
     assert values["pdserve_time_to_first_token_seconds_count|"] == 5
     assert values["pdserve_inter_token_latency_seconds_count|"] == 25

@@ -132,7 +132,9 @@ async def test_our_own_message_over_the_limit_is_an_error_here() -> None:
     await server.stop()
 
 
-async def test_a_client_connects_again_after_the_channel_broke(served: tuple[Recorder, ChannelServer, Endpoint]) -> None:
+async def test_a_client_connects_again_after_the_channel_broke(
+    served: tuple[Recorder, ChannelServer, Endpoint],
+) -> None:
     theirs, _, endpoint = served
     ours = Recorder()
     client = make_client(endpoint, ours)
@@ -174,8 +176,12 @@ async def test_a_peer_that_reads_too_slowly_is_cut_off() -> None:
     await eventually(lambda: bool(ours.opened and recorder.opened), "open")
     ours.opened[0]._reader._transport.pause_reading()  # type: ignore[attr-defined]
     message = Abort(request_id=RequestId("r" * 60_000), attempt=1)
-    with pytest.raises(ChannelClosedError, match="reads too slowly"):
+
+    def post_much() -> None:
         for _ in range(2000):
             recorder.opened[0].post(message)
+
+    with pytest.raises(ChannelClosedError, match="reads too slowly"):
+        post_much()
     await client.stop()
     await server.stop()

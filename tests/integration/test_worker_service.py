@@ -132,7 +132,9 @@ async def test_a_full_queue_answers_busy_and_keeps_nothing(controller: StubContr
         runner.gate.clear()
         tasks = [asyncio.create_task(generate(dispatcher, make_request("0", [10], max_tokens=3)))]
         await eventually(lambda: worker.load().num_running == 1, "the first is in its step")
-        tasks += [asyncio.create_task(generate(dispatcher, make_request(str(n), [10], max_tokens=3))) for n in range(1, 7)]
+        tasks += [
+            asyncio.create_task(generate(dispatcher, make_request(str(n), [10], max_tokens=3))) for n in range(1, 7)
+        ]
         await eventually(lambda: worker.num_live == 7, "all are here")
         runner.gate.set()
         results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -210,7 +212,12 @@ async def test_a_broken_channel_is_reclaimed_without_a_missing_or_doubled_token(
 
 async def test_what_nobody_reclaims_is_aborted(controller: StubController) -> None:
     lonely = Dispatcher(
-        IngressId("lonely"), CHANNEL, controller.resolve, route_timeout_s=0.3, token_timeout_s=5.0, metrics_text=lambda: ""
+        IngressId("lonely"),
+        CHANNEL,
+        controller.resolve,
+        route_timeout_s=0.3,
+        token_timeout_s=5.0,
+        metrics_text=lambda: "",
     )
     lonely.start()
     runner = GatedRunner()

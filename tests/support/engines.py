@@ -56,9 +56,7 @@ def make_digest_engine(
         max_model_len=num_blocks * block_size,
     )
     runner = DigestRunner(model, num_blocks=num_blocks, block_size=block_size)
-    return Engine(
-        settings, runner, num_groups=len(model.windows), num_blocks=num_blocks, clock=clock or ManualClock()
-    )
+    return Engine(settings, runner, num_groups=len(model.windows), num_blocks=num_blocks, clock=clock or ManualClock())
 
 
 def make_request(

@@ -1,7 +1,15 @@
 """Worker facts for tests of the control plane."""
 
 from pdserve.cluster.base.ids import Incarnation, WorkerId
-from pdserve.cluster.base.worker_info import Endpoint, NumericsClass, Role, WorkerInfo, WorkerLoad, WorkerState, WorkerView
+from pdserve.cluster.base.worker_info import (
+    Endpoint,
+    NumericsClass,
+    Role,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerState,
+    WorkerView,
+)
 
 
 def make_info(

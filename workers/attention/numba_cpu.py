@@ -9,7 +9,6 @@ trip count, so every (query, key) pair meets the same order of additions.
 import numba
 import numpy as np
 import torch
-
 from pdserve.workers.attention.protocol import StepMetadata
 from pdserve.workers.model.scalar_math import exp32
 
@@ -18,7 +17,7 @@ RUN = 16
 """Tokens that surely share a block: block sizes are multiples of 16."""
 
 
-@numba.njit(nogil=True, fastmath={"contract", "nsz", "reassoc"})  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, fastmath={"contract", "nsz", "reassoc"})
 def _dot(query, token, head, kv, block, kv_head, offset):  # type: ignore[no-untyped-def]
     total = np.float32(0.0)
     for d in range(query.shape[2]):
@@ -26,7 +25,7 @@ def _dot(query, token, head, kv, block, kv_head, offset):  # type: ignore[no-unt
     return total
 
 
-@numba.njit(nogil=True, parallel=True, cache=True, fastmath={"contract", "nsz"})  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, parallel=True, cache=True, fastmath={"contract", "nsz"})
 def _attend(query, kv, table, positions, item_rows, item_starts, item_ends, window, scale, out):  # type: ignore[no-untyped-def]
     num_kv_heads, block_size, size = kv.shape[2], kv.shape[3], kv.shape[4]
     heads_per_kv = query.shape[1] // num_kv_heads

@@ -8,7 +8,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-
 from pdserve.workers.engine.plan import Int32, StepPlan
 
 QUERY_TILE = 8
@@ -62,9 +61,7 @@ def build_metadata(plan: StepPlan, windows: tuple[int, ...], block_size: int) ->
     block_numbers = plan.positions // block_size
     offsets = (plan.positions - block_numbers * block_size).astype(np.int32)
     groups = tuple(
-        GroupMetadata(
-            block_table=table, token_blocks=table[rows, block_numbers], token_offsets=offsets, window=window
-        )
+        GroupMetadata(block_table=table, token_blocks=table[rows, block_numbers], token_offsets=offsets, window=window)
         for table, window in zip(plan.block_tables, windows, strict=True)
     )
     num_items = -(-lengths // QUERY_TILE)

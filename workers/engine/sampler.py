@@ -8,7 +8,6 @@ the same token. Probabilities are summed in fp64 over fixed vocabulary tiles.
 import numba
 import numpy as np
 from numpy.typing import NDArray
-
 from pdserve.workers.engine.plan import Int32, Int64, SamplingArrays
 
 SUM_TILE = 4096
@@ -22,7 +21,7 @@ _UNIT = 2.0**-53
 _NUCLEUS_SHARES = (1e-2, 1e-4, 1e-6, 0.0)
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, cache=True)
 def philox_uniform(seed, sample, position):  # type: ignore[no-untyped-def]
     """Return a uniform in [0, 1) with 53 bits for (seed, sample, position), all uint64."""
     c0, c1 = position & _MASK, position >> _SHIFT
@@ -35,7 +34,7 @@ def philox_uniform(seed, sample, position):  # type: ignore[no-untyped-def]
     return np.float64(((c0 << _SHIFT) | c1) >> np.uint64(11)) * _UNIT
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, cache=True)
 def _tiled_sum(weights):  # type: ignore[no-untyped-def]
     total = 0.0
     for start in range(0, weights.shape[0], SUM_TILE):
@@ -46,7 +45,7 @@ def _tiled_sum(weights):  # type: ignore[no-untyped-def]
     return total
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, cache=True)
 def _keep_top_k(weights, top_k):  # type: ignore[no-untyped-def]
     """Zero all but the `top_k` largest weights; equal weights at the border keep the lower ids."""
     if top_k <= 0 or top_k >= weights.shape[0]:
@@ -66,7 +65,7 @@ def _keep_top_k(weights, top_k):  # type: ignore[no-untyped-def]
                 weights[token] = 0.0
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, cache=True)
 def _keep_top_p(weights, top_p):  # type: ignore[no-untyped-def]
     """Zero all but the smallest set of largest weights whose share reaches `top_p`."""
     if top_p >= 1.0:
@@ -92,7 +91,7 @@ def _keep_top_p(weights, top_p):  # type: ignore[no-untyped-def]
         weights[order[index]] = kept[index]
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, cache=True)
 def _draw(weights, uniform):  # type: ignore[no-untyped-def]
     """Return the first id whose cumulative weight exceeds uniform × total."""
     target = uniform * _tiled_sum(weights)
@@ -110,7 +109,7 @@ def _draw(weights, uniform):  # type: ignore[no-untyped-def]
     return last
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, cache=True)
 def _sample_row(logits, temperature, top_k, top_p, min_p, seed, position):  # type: ignore[no-untyped-def]
     peak = logits.max()
     weights = np.empty(logits.shape[0], np.float64)

@@ -1,8 +1,8 @@
 """The scheduler: which tokens the next step computes.
 
 There is no prefill phase and no decode phase, only tokens still to compute. Each step fills a token budget: sequences
-with one token left first (they decode), then the others in order of arrival (prefill chunks), then new admissions. Pure:
-no I/O, no torch, no clock but the injected one.
+with one token left first (they decode), then the others in order of arrival (prefill chunks), then new admissions.
+Pure: no I/O, no torch, no clock but the injected one.
 
 Blocks are bound as a sequence grows. When none is free the youngest running sequence is put back and recomputed later.
 No deadlock: a request whose worst case exceeds the pool is refused on arrival, so the oldest running sequence can
@@ -13,7 +13,6 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
-
 from pdserve.cluster.base.clock import Clock
 from pdserve.cluster.base.errors import InvalidRequestError, OverloadedError
 from pdserve.cluster.base.ids import RequestId
@@ -299,7 +298,9 @@ class Scheduler:
         assert arrivals == sorted(arrivals), "order of arrival is lost"
         assert len(self._running) + len(self._waiting) == len(self._sequences), "a sequence is lost"
         queued = sum(sequence.num_remaining_tokens for sequence in self._sequences.values())
-        assert queued == self.num_queued_prompt_tokens, f"{queued} tokens queued, counted {self.num_queued_prompt_tokens}"
+        assert queued == self.num_queued_prompt_tokens, (
+            f"{queued} tokens queued, counted {self.num_queued_prompt_tokens}"
+        )
         for sequence in self._running:
             assert sequence.state is SequenceState.RUNNING
             assert sequence.slot is not None

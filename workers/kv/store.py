@@ -5,7 +5,6 @@ share block ids; groups are separate pools of equal size.
 """
 
 import torch
-
 from pdserve.workers.model.families import ModelSpec
 
 

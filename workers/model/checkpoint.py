@@ -9,9 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-
 from pdserve.cluster.base.errors import CheckpointError
+from safetensors import SafetensorError, safe_open
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -48,7 +47,9 @@ class Checkpoint:
         if tuple(found.shape) != shape:
             raise CheckpointError(f"{self._folder}: tensor {name} is {tuple(found.shape)}, config.json implies {shape}")
         if not found.is_floating_point():
-            raise CheckpointError(f"{self._folder}: tensor {name} is {found.dtype}: quantised weights are not supported yet")
+            raise CheckpointError(
+                f"{self._folder}: tensor {name} is {found.dtype}: quantised weights are not supported yet"
+            )
         return found
 
     def digest(self) -> str:

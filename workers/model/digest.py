@@ -7,7 +7,6 @@ and the HTTP path at microseconds a step.
 
 import numpy as np
 from numpy.typing import NDArray
-
 from pdserve.cluster.base.request import Request
 from pdserve.workers.engine.plan import Int32, Int64, StepPlan
 from pdserve.workers.engine.sampler import philox_uniform
@@ -27,7 +26,14 @@ def mix(values: UInt64Array) -> UInt64Array:
 class DigestModel:
     """The pure function: KV of tokens, and the token that follows a history of KV."""
 
-    def __init__(self, *, windows: tuple[int, ...] = (0, 24), layers_per_group: int = 2, num_heads: int = 2, vocab_size: int = 512) -> None:
+    def __init__(
+        self,
+        *,
+        windows: tuple[int, ...] = (0, 24),
+        layers_per_group: int = 2,
+        num_heads: int = 2,
+        vocab_size: int = 512,
+    ) -> None:
         self.windows = windows
         self.layers_per_group = layers_per_group
         self.num_heads = num_heads

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig
-
 from pdserve.cluster.base.errors import CheckpointError
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"

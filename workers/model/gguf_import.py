@@ -15,6 +15,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
+from pdserve.cluster.base.errors import CheckpointError
 from safetensors.torch import save_file
 from transformers import (
     Gemma3TextConfig,
@@ -26,8 +27,6 @@ from transformers import (
     Qwen3Config,
 )
 from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer, read_gguf_metadata
-
-from pdserve.cluster.base.errors import CheckpointError
 
 Progress = Callable[[str, float], None]
 """Called with a stage and the finished share of it, 0 to 1."""
@@ -120,7 +119,9 @@ def _convert(path: Path, folder: Path, progress: Progress) -> None:
         raise CheckpointError(f"{path}: damaged GGUF: {error}") from error
     architecture = str(metadata.get("general.architecture"))
     if architecture not in _CONFIGS:
-        raise CheckpointError(f"{path}: architecture {architecture!r} is not supported yet; supported: {', '.join(_CONFIGS)}")
+        raise CheckpointError(
+            f"{path}: architecture {architecture!r} is not supported yet; supported: {', '.join(_CONFIGS)}"
+        )
     progress("reading the file", 1.0)
     config = _config(path, architecture, metadata, names)
     weights = {}
@@ -166,7 +167,9 @@ def _config(path: Path, architecture: str, metadata: Metadata, names: tuple[str,
         return metadata[full]
 
     if "rope_freqs.weight" in names or f"{architecture}.rope.scaling.type" in metadata:
-        raise CheckpointError(f"{path}: scaled rotary embeddings in GGUF are not supported yet; use the safetensors folder")
+        raise CheckpointError(
+            f"{path}: scaled rotary embeddings in GGUF are not supported yet; use the safetensors folder"
+        )
     heads = int(need("attention.head_count"))
     head_dim = int(metadata.get(f"{architecture}.attention.key_length", int(need("embedding_length")) // heads))
     theta = float(metadata.get(f"{architecture}.rope.freq_base", 10000.0))

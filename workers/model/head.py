@@ -7,7 +7,6 @@ logits. Ties break by the lower token id. The tile size is fixed, so a row's res
 import numba
 import numpy as np
 import torch
-
 from pdserve.workers.engine.plan import Int32, SamplingArrays
 from pdserve.workers.engine.sampler import sample_rows
 from pdserve.workers.model.linear import Linear
@@ -15,7 +14,7 @@ from pdserve.workers.model.linear import Linear
 VOCABULARY_TILE = 16384
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, cache=True)
 def _update_largest(logits, offset, largest, token_ids):  # type: ignore[no-untyped-def]
     for row in range(logits.shape[0]):
         best, at = largest[row], token_ids[row]

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-
 from pdserve.cluster.base.config import LinearKind
 
 logger = logging.getLogger(__name__)

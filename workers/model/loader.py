@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-
 from pdserve.cluster.base.config import AttentionKind, LinearKind
 from pdserve.cluster.base.errors import CheckpointError
 from pdserve.workers.attention.numba_cpu import NumbaAttention
@@ -176,5 +175,5 @@ class _Loader:
             weight = embedding
         else:
             weight = self._checkpoint.tensor("lm_head.weight", (spec.vocab_size, spec.hidden_size))
-        tiles = [self._track(self._factory.pack(tile)) for tile in weight.split(VOCABULARY_TILE)]
+        tiles = [self._track(self._factory.pack(tile)) for tile in torch.split(weight, VOCABULARY_TILE)]
         return Head(tiles, spec.vocab_size)

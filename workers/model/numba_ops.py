@@ -5,7 +5,6 @@ its bits depend on its own inputs only, at any batch size and thread count.
 import numba
 import numpy as np
 import torch
-
 from pdserve.workers.attention.protocol import StepMetadata
 from pdserve.workers.model.families import Activation
 from pdserve.workers.model.ops import QKVParameters
@@ -17,7 +16,7 @@ _GELU_SCALE = np.float32(2.0 * 0.7978845608028654)
 _GELU_CUBE = np.float32(0.044715)
 
 
-@numba.njit(nogil=True, fastmath=_ROW_MATH)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, fastmath=_ROW_MATH)
 def _inverse_rms(row, start, size, eps):  # type: ignore[no-untyped-def]
     total = np.float32(0.0)
     for d in range(size):
@@ -25,7 +24,7 @@ def _inverse_rms(row, start, size, eps):  # type: ignore[no-untyped-def]
     return _ONE / np.sqrt(total / np.float32(size) + eps)
 
 
-@numba.njit(nogil=True, parallel=True, cache=True, fastmath=_ROW_MATH)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, parallel=True, cache=True, fastmath=_ROW_MATH)
 def _norm(x, weight, eps, out):  # type: ignore[no-untyped-def]
     for token in numba.prange(x.shape[0]):
         scale = _inverse_rms(x[token], 0, x.shape[1], eps)
@@ -33,7 +32,7 @@ def _norm(x, weight, eps, out):  # type: ignore[no-untyped-def]
             out[token, d] = x[token, d] * scale * weight[d]
 
 
-@numba.njit(nogil=True, parallel=True, cache=True, fastmath=_ROW_MATH)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, parallel=True, cache=True, fastmath=_ROW_MATH)
 def _add_norm(x, delta, post, has_post, weight, eps, out):  # type: ignore[no-untyped-def]
     size = x.shape[1]
     for token in numba.prange(x.shape[0]):
@@ -49,7 +48,7 @@ def _add_norm(x, delta, post, has_post, weight, eps, out):  # type: ignore[no-un
             out[token, d] = x[token, d] * scale * weight[d]
 
 
-@numba.njit(nogil=True, fastmath=_ROW_MATH)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, fastmath=_ROW_MATH)
 def _norm_and_rotate(row, start, size, weight, has_norm, cos, sin, position, eps, out):  # type: ignore[no-untyped-def]
     half = size // 2
     if has_norm:
@@ -67,7 +66,7 @@ def _norm_and_rotate(row, start, size, weight, has_norm, cos, sin, position, eps
             out[half + d] = high * cos[position, d] + low * sin[position, d]
 
 
-@numba.njit(nogil=True, parallel=True, cache=True, fastmath=_ROW_MATH)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, parallel=True, cache=True, fastmath=_ROW_MATH)
 def _store_qkv(  # type: ignore[no-untyped-def]
     qkv, query_norm, key_norm, has_norm, cos, sin, positions, blocks, offsets, eps, kv, query
 ):
@@ -78,15 +77,13 @@ def _store_qkv(  # type: ignore[no-untyped-def]
             _norm_and_rotate(row, head * size, size, query_norm, has_norm, cos, sin, position, eps, query[token, head])
         for head in range(num_kv_heads):
             start = (num_heads + head) * size
-            _norm_and_rotate(
-                row, start, size, key_norm, has_norm, cos, sin, position, eps, kv[block, 0, head, offset]
-            )
+            _norm_and_rotate(row, start, size, key_norm, has_norm, cos, sin, position, eps, kv[block, 0, head, offset])
             start = (num_heads + num_kv_heads + head) * size
             for d in range(size):
                 kv[block, 1, head, offset, d] = row[start + d]
 
 
-@numba.njit(nogil=True, parallel=True, cache=True, fastmath={"contract", "nsz"})  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, parallel=True, cache=True, fastmath={"contract", "nsz"})
 def _silu_times(gate_up, out):  # type: ignore[no-untyped-def]
     size = out.shape[1]
     for token in numba.prange(out.shape[0]):
@@ -95,7 +92,7 @@ def _silu_times(gate_up, out):  # type: ignore[no-untyped-def]
             out[token, d] = gate / (_ONE + exp32(-gate)) * gate_up[token, size + d]
 
 
-@numba.njit(nogil=True, parallel=True, cache=True, fastmath={"contract", "nsz"})  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, parallel=True, cache=True, fastmath={"contract", "nsz"})
 def _gelu_times(gate_up, out):  # type: ignore[no-untyped-def]
     # 0.5 x (1 + tanh(u)) = x / (1 + exp(-2u)), u = sqrt(2/pi) (x + 0.044715 x^3)
     size = out.shape[1]
@@ -124,9 +121,7 @@ class NumbaOps:
         """See Ops.add_norm."""
         out = torch.empty_like(x)
         post_weight = _ABSENT if post is None else post.numpy()
-        _add_norm(
-            x.numpy(), delta.numpy(), post_weight, post is not None, weight.numpy(), np.float32(eps), out.numpy()
-        )
+        _add_norm(x.numpy(), delta.numpy(), post_weight, post is not None, weight.numpy(), np.float32(eps), out.numpy())
         return out
 
     def store_qkv(

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-
 from pdserve.workers.attention.protocol import StepMetadata
 
 
@@ -37,7 +36,9 @@ class Ops(Protocol):
     ) -> torch.Tensor:
         """Add delta (normed by `post` if given) to x in place; return RMSNorm(x) * weight."""
 
-    def store_qkv(self, qkv: torch.Tensor, parameters: QKVParameters, kv: torch.Tensor, step: StepMetadata) -> torch.Tensor:
+    def store_qkv(
+        self, qkv: torch.Tensor, parameters: QKVParameters, kv: torch.Tensor, step: StepMetadata
+    ) -> torch.Tensor:
         """Norm and rotate query and key, write key and value to their blocks; return query [T, Hq, D]."""
 
     def activate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:

@@ -8,7 +8,6 @@ stay, those between are interpolated.
 import math
 
 import torch
-
 from pdserve.workers.model.families import RopeSpec
 
 

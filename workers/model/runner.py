@@ -10,7 +10,6 @@ from typing import Protocol
 import numba
 import numpy as np
 import torch
-
 from pdserve.cluster.base.worker_info import NumericsClass
 from pdserve.workers.attention.protocol import build_metadata
 from pdserve.workers.engine.plan import Int32, SamplingArrays, StepPlan
@@ -118,7 +117,9 @@ class TransformerRunner:
     def _probe_plan(self, rows: list[int], done: dict[int, int], ends: dict[int, int], table: Int32) -> StepPlan:
         positions = [np.arange(done[index], ends[index], dtype=np.int32) for index in rows]
         vocab_size = self._model.spec.vocab_size
-        token_ids = [(place * 7919 + 104729 * (index + 1)) % vocab_size for index, place in zip(rows, positions, strict=True)]
+        token_ids = [
+            (place * 7919 + 104729 * (index + 1)) % vocab_size for index, place in zip(rows, positions, strict=True)
+        ]
         starts = np.cumsum([0] + [len(place) for place in positions]).astype(np.int32)
         zeros = np.zeros(len(rows))
         return StepPlan(

@@ -26,7 +26,7 @@ _ONE = np.float32(1.0)
 _HALF = np.float32(0.5)
 
 
-@intrinsic  # type: ignore[untyped-decorator]  # numba ships no types
+@intrinsic
 def _float_from_bits(typing_context, bits):  # type: ignore[no-untyped-def]  # numba's own calling convention
     def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         return builder.bitcast(arguments[0], ir.FloatType())
@@ -34,7 +34,7 @@ def _float_from_bits(typing_context, bits):  # type: ignore[no-untyped-def]  # n
     return signature(types.float32, types.int32), generate
 
 
-@numba.njit(nogil=True, fastmath={"contract", "nsz"}, inline="always")  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, fastmath={"contract", "nsz"}, inline="always")
 def exp32(x):  # type: ignore[no-untyped-def]
     """Return e**x in fp32; arguments are clamped to [-87, 88]."""
     x = min(max(x, _MIN), _MAX)

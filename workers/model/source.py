@@ -25,7 +25,9 @@ def prepare_model(path: str, cache: Path, progress: Progress) -> Path:
         return source.resolve()
     if source.exists():
         raise CheckpointError(f"model.path {path}: neither a folder with config.json nor a .gguf file")
-    raise CheckpointError(f"model.path {path}: no such folder or file (hub ids are not supported yet: download it first)")
+    raise CheckpointError(
+        f"model.path {path}: no such folder or file (hub ids are not supported yet: download it first)"
+    )
 
 
 def default_name(path: str, folder: Path) -> str:

@@ -1,7 +1,6 @@
 """The operations between linears in plain torch, on any device: the reference for the numba kernels."""
 
 import torch
-
 from pdserve.workers.attention.protocol import StepMetadata
 from pdserve.workers.model.families import Activation
 from pdserve.workers.model.ops import QKVParameters
@@ -35,7 +34,8 @@ class TorchOps:
     ) -> torch.Tensor:
         """See Ops.store_qkv."""
         heads = qkv.float().view(qkv.shape[0], -1, parameters.head_dim)
-        query, key, value = heads.split((parameters.num_heads, parameters.num_kv_heads, parameters.num_kv_heads), dim=1)
+        sizes = [parameters.num_heads, parameters.num_kv_heads, parameters.num_kv_heads]
+        query, key, value = torch.split(heads, sizes, dim=1)
         if parameters.query_norm is not None and parameters.key_norm is not None:
             query = _norm(query, parameters.query_norm, parameters.eps)
             key = _norm(key, parameters.key_norm, parameters.eps)

@@ -94,7 +94,15 @@ def test_unknown_fields_are_refused_by_name(field: str) -> None:
 
 def test_null_means_not_given_and_off_values_change_nothing() -> None:
     body = parse_completion(
-        {**COMPLETION, "max_tokens": None, "stop": None, "n": 1, "presence_penalty": 0, "echo": False, "logit_bias": None}
+        {
+            **COMPLETION,
+            "max_tokens": None,
+            "stop": None,
+            "n": 1,
+            "presence_penalty": 0,
+            "echo": False,
+            "logit_bias": None,
+        }
     )
     assert body.token_limit is None
     assert body.stop_strings == ()

@@ -1,0 +1,30 @@
+"""One deployment of the demo model for all end-to-end tests."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.deployments import Cli, Running, Traces, assert_nothing_left
+
+
+@pytest.fixture(scope="session")
+def cli(tmp_path_factory: pytest.TempPathFactory) -> Cli:
+    """The command, with a state folder of this session."""
+    return Cli(tmp_path_factory.mktemp("state"))
+
+
+@pytest.fixture(scope="session")
+def deployment(cli: Cli, demo_folder: Path) -> Iterator[Running]:
+    """A detached deployment of the demo model; checked to leave nothing behind."""
+    before = Traces()
+    up = cli.run("up", "--name", "e2e", "--port", "0", "--detach", "--set", "engine.kv_memory_gib=0.5")
+    try:
+        assert up.returncode == 0, up.stderr
+        status = cli.run("status", "--name", "e2e", "--json")
+        assert status.returncode == 0, status.stderr
+        yield Running(cli, "e2e", json.loads(status.stdout)["url"])
+    finally:
+        down = cli.run("down", "--name", "e2e")
+    assert down.returncode == 0, down.stderr
+    assert_nothing_left(before)

@@ -1,0 +1,94 @@
+"""Starting and stopping: nothing is left, however it ends, and other clusters on the machine do not matter."""
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.deployments import Cli, Running, Traces, assert_nothing_left, wait_for
+
+ROOT = Path(__file__).parents[2]
+TINY = ("--port", "0", "--set", "engine.kv_memory_gib=0.05", "--name", "tiny")
+
+
+def test_the_demo_answers_and_leaves_nothing_beside_another_cluster(deployment: Running, tmp_path: Path) -> None:
+    before = Traces()
+    environment = {**os.environ, "PDSERVE_STATE_DIR": str(tmp_path)}
+    command = [str(ROOT / "scripts" / "demo"), "--once"]
+    for folder in (tmp_path, Path("/")):
+        answer = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False
+        )
+        assert answer.returncode == 0, answer.stderr
+        assert answer.stdout.startswith("The capital of France is the capital of the country of France.")
+        assert_nothing_left(before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_foreground_up_leaves_nothing_however_it_ends(
+    cli: Cli, tiny_checkpoints: dict[str, Path], number: signal.Signals
+) -> None:
+    before = Traces()
+    process = cli.start("up", "--model", str(tiny_checkpoints["qwen3"]), *TINY)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "Ctrl-C stops it" in line:
+            break
+    else:
+        pytest.fail("up ended early")
+    process.send_signal(number)
+    process.wait(30)
+    assert_nothing_left(before)
+    assert cli.run("down", "--name", "tiny").stderr == "no deployment 'tiny' is recorded here\n"
+
+
+def test_ctrl_c_during_the_start_leaves_nothing(cli: Cli, tiny_checkpoints: dict[str, Path]) -> None:
+    before = Traces()
+    process = cli.start("up", "--model", str(tiny_checkpoints["qwen3"]), *TINY)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "worker(s)" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    process.wait(40)
+    assert process.returncode != 0
+    assert_nothing_left(before)
+
+
+def test_a_crashed_head_is_swept_by_the_next_up(cli: Cli, tiny_checkpoints: dict[str, Path]) -> None:
+    before = Traces()
+    arguments = ("up", "--model", str(tiny_checkpoints["llama"]), *TINY, "--detach")
+    assert cli.run(*arguments).returncode == 0
+    record = json.loads((Path(cli.environment["PDSERVE_STATE_DIR"]) / "tiny.json").read_text())
+    os.kill(record["head_pid"], signal.SIGKILL)
+    wait_for(lambda: cli.run("status", "--name", "tiny").returncode != 0, "the head is gone", 20.0)
+    again = cli.run(*arguments)
+    assert again.returncode == 0, again.stderr
+    assert "sweeping" in again.stderr
+    assert cli.run("down", "--name", "tiny").returncode == 0
+    assert_nothing_left(before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "/nowhere"), "model.path /nowhere: no such folder or file"),
+        (("--set", "engine.kv_memory_gib=900"), "not enough memory"),
+        (("--set", "engine.kv_memory_gib=0.001"), "this model needs at least"),
+        (("--set", "engine.blok_size=16"), "engine.blok_size: unknown key; did you mean 'block_size'?"),
+        (("--set", "model.max_model_len=10000000"), "model.max_model_len 10000000"),
+        (("--set", "noequals"), "must be KEY=VALUE"),
+        (("--mixed", "0"), "workers.mixed"),
+        (("--config", "/nowhere.yaml"), "cannot read /nowhere.yaml"),
+    ],
+)
+def test_an_impossible_configuration_is_refused_before_anything_starts(
+    cli: Cli, tiny_checkpoints: dict[str, Path], arguments: tuple[str, ...], message: str
+) -> None:
+    before = Traces()
+    answer = cli.run("up", "--model", str(tiny_checkpoints["qwen2"]), *TINY, *arguments, timeout_s=30)
+    assert answer.returncode == 2
+    assert message in answer.stderr
+    assert Traces().processes <= before.processes

@@ -1,0 +1,225 @@
+"""The demo deployment through real clients."""
+
+import concurrent.futures
+import json
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+from support.deployments import Running, wait_for
+
+MODEL = "gemma-3-270m"
+PROMPTS = [f"Question {n}: name {n + 2} things that are {colour}.\nAnswer:" for n, colour in enumerate(
+    ["red", "green", "blue", "yellow"] * 8
+)]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def client(deployment: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{deployment.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def gauges(deployment: Running) -> dict[str, float]:
+    """Return worker gauges by name, summed over workers."""
+    text = httpx.get(f"{deployment.url}/metrics", timeout=10).text
+    found: dict[str, float] = {}
+    for name, value in re.findall(r'^(pdserve_\w+)\{process="worker:[^}]*\} (\S+)$', text, re.MULTILINE):
+        found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+def is_clean(deployment: Running) -> bool:
+    found = gauges(deployment)
+    return (
+        found.get("pdserve_kv_blocks_free", -1) == found.get("pdserve_kv_blocks_total", 0)
+        and found["pdserve_running_sequences"] == found["pdserve_waiting_sequences"] == 0
+        and found["pdserve_queued_prompt_tokens"] == 0
+    )
+
+
+def assert_clean(deployment: Running) -> None:
+    wait_for(lambda: is_clean(deployment), f"LEAK: {gauges(deployment)}", 5.0)
+
+
+def complete(client: openai.OpenAI, prompt: str, max_tokens: int = 12) -> str:
+    answer = client.completions.create(model=MODEL, prompt=prompt, max_tokens=max_tokens, temperature=0)
+    return answer.choices[0].text
+
+
+def stream(client: openai.OpenAI, prompt: str, max_tokens: int = 12) -> tuple[str, list[str], int]:
+    """Return text, finish reasons and completion tokens of a streamed answer."""
+    events = client.completions.create(
+        model=MODEL,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    text, reasons, tokens = "", [], 0
+    for event in events:
+        for choice in event.choices:
+            text += choice.text
+            reasons += [choice.finish_reason] if choice.finish_reason else []
+        if event.usage:
+            tokens = event.usage.completion_tokens
+    return text, reasons, tokens
+
+
+def test_32_concurrent_streams_have_the_texts_of_one_at_a_time(client: openai.OpenAI, deployment: Running) -> None:
+    expected = [complete(client, prompt) for prompt in PROMPTS]
+    with concurrent.futures.ThreadPoolExecutor(32) as pool:
+        results = list(pool.map(lambda prompt: stream(client, prompt), PROMPTS))
+    assert [text for text, _, _ in results] == expected
+    assert all(len(reasons) == 1 for _, reasons, _ in results)
+    assert len({*expected}) > 8
+    assert_clean(deployment)
+
+
+def test_a_seeded_text_is_the_same_alone_and_in_a_crowd(client: openai.OpenAI) -> None:
+    def draw() -> str:
+        answer = client.completions.create(
+            model=MODEL, prompt="Once upon a time", max_tokens=24, temperature=1.0, top_p=0.9, seed=11
+        )
+        return answer.choices[0].text
+
+    alone = draw()
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        crowd = [pool.submit(complete, client, prompt, 40) for prompt in PROMPTS[:12]]
+        drawn = [pool.submit(draw) for _ in range(3)]
+        assert [future.result() for future in drawn] == [alone] * 3
+        for future in crowd:
+            future.result()
+
+
+def test_chat_answers_and_streams_alike(client: openai.OpenAI) -> None:
+    messages: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "What is the sky?"}]
+    whole = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=20, temperature=0)
+    events = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=20, temperature=0, stream=True)
+    assert "".join(event.choices[0].delta.content or "" for event in events) == whole.choices[0].message.content
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens <= 20
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_client_that_leaves_frees_its_blocks_within_a_second(deployment: Running, streams: bool) -> None:
+    body = {"model": MODEL, "prompt": "Count: 1, 2,", "max_tokens": 4000, "ignore_eos": True, "stream": streams}
+    connection = httpx.Client(timeout=60)
+
+    def ask() -> None:
+        try:
+            if streams:
+                with connection.stream("POST", f"{deployment.url}/v1/completions", json=body) as answer:
+                    next(answer.iter_lines())
+                    time.sleep(1.0)
+            else:
+                connection.post(f"{deployment.url}/v1/completions", json=body, timeout=2.0)
+        except httpx.ReadTimeout:
+            return
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    wait_for(lambda: gauges(deployment)["pdserve_running_sequences"] == 1, "it runs", 10.0)
+    thread.join()
+    left_time = time.monotonic()
+    connection.close()
+    wait_for(lambda: is_clean(deployment), "blocks are free again", 5.0)
+    assert time.monotonic() - left_time < 1.0
+
+
+def test_curl_works_as_the_readme_says(deployment: Running) -> None:
+    body = json.dumps({"model": MODEL, "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0})
+    command = ["curl", "-sS", f"{deployment.url}/v1/completions", "-H", "content-type: application/json", "-d", body]
+    answer = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert "France" in answer["choices"][0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (b"{", 400),
+        (json.dumps({"model": MODEL, "prompt": [300000]}).encode(), 400),
+        (json.dumps({"model": MODEL, "prompt": [5] * 40000}).encode(), 400),
+        (json.dumps({"model": "nobody", "prompt": "x"}).encode(), 404),
+        (b'{"model": "gemma-3-270m", "prompt": "' + b"a" * (5 << 20) + b'"}', 413),
+    ],
+)
+def test_bad_input_through_the_whole_path(
+    client: openai.OpenAI, deployment: Running, content: bytes, status: int
+) -> None:
+    answer = httpx.post(
+        f"{deployment.url}/v1/completions", content=content, headers={"content-type": "application/json"}, timeout=30
+    )
+    assert answer.status_code == status, answer.text[:300]
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert complete(client, "Hello", 2)
+
+
+def test_the_openai_client_sees_our_refusals(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="n is not supported"):
+        client.completions.create(model=MODEL, prompt="x", n=3)
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.completions.create(model="other", prompt="x")
+
+
+def test_kill_9_of_the_controller_stops_no_request_and_loses_no_worker(
+    client: openai.OpenAI, deployment: Running
+) -> None:
+    before = deployment.status()
+    expected = [complete(client, prompt, 60) for prompt in PROMPTS[:6]]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        running = [pool.submit(stream, client, prompt, 60) for prompt in PROMPTS[:6]]
+        wait_for(lambda: gauges(deployment)["pdserve_running_sequences"] == 6, "all run", 10.0)
+        os.kill(int(str(before["controller_pid"])), signal.SIGKILL)
+        during = [complete(client, prompt, 60) for prompt in PROMPTS[:2]]
+        assert [future.result()[0] for future in running] == expected
+        assert during == expected[:2]
+    wait_for(lambda: httpx.get(f"{deployment.url}/ready").json().get("controller") is True, "it is back", 20.0)
+    after = deployment.status()
+    assert after["controller_pid"] != before["controller_pid"]
+    assert pids(after) == pids(before)
+    assert_clean(deployment)
+
+
+def pids(status: dict[str, object]) -> list[int]:
+    workers = status["workers"]
+    assert isinstance(workers, list)
+    return [worker["info"]["pid"] for worker in workers]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_or_frozen_worker_ends_its_requests_with_an_error_and_is_replaced(
+    client: openai.OpenAI, deployment: Running, number: signal.Signals
+) -> None:
+    expected = complete(client, PROMPTS[0])
+    (pid,) = pids(deployment.status())
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        running = [pool.submit(stream, client, prompt, 2000) for prompt in PROMPTS[:6]]
+        wait_for(lambda: gauges(deployment)["pdserve_running_sequences"] == 6, "all run", 10.0)
+        os.kill(pid, number)
+        for future in running:
+            with pytest.raises(openai.APIError, match=r"worker mixed-\d+ was lost"):
+                future.result(timeout=30)
+    wait_for(lambda: httpx.get(f"{deployment.url}/ready", timeout=10).status_code == 200, "replaced", 60.0)
+    assert pids(deployment.status()) != [pid]
+    assert complete(client, PROMPTS[0]) == expected
+    assert_clean(deployment)
+
+
+def test_status_shows_the_worker_as_a_table(deployment: Running) -> None:
+    answer = deployment.cli.run("status", "--name", deployment.name)
+    assert answer.returncode == 0, answer.stderr
+    for word in ("mixed-", "ready", "bitwise", "controller pid"):
+        assert word in answer.stdout
+
+
+def test_a_second_up_of_the_same_name_is_refused(deployment: Running) -> None:
+    answer = deployment.cli.run("up", "--name", deployment.name, "--port", "0", "--detach")
+    assert answer.returncode == 2
+    assert "already running" in answer.stderr
