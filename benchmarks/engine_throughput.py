@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
 from pdserve.benchmarks.environment import describe_environment
 from pdserve.cluster.base.clock import SystemClock
 from pdserve.cluster.base.config import EngineConfig, LinearKind, cache_dir
@@ -23,7 +25,6 @@ from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.request import Request, SamplingParams
 from pdserve.workers.assembly import assemble_engine
 from pdserve.workers.model.source import prepare_model
-from transformers import AutoModelForCausalLM, GenerationConfig
 
 PROMPT_TOKENS = 128
 NEW_TOKENS = 64

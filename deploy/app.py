@@ -1,4 +1,4 @@
-"""The composition root: wires controller, workers and ingress of one deployment and brings them up and down."""
+"""The composition root: wires controller, workers and ingress of one deployment and brings them up."""
 
 import logging
 import secrets
@@ -10,31 +10,28 @@ from pathlib import Path
 
 import httpx
 import ray
+from ray import serve
+
 from pdserve.cluster.base.config import DeploymentConfig, cache_dir, state_dir
-from pdserve.cluster.base.errors import ConfigError, RetryableError
+from pdserve.cluster.base.errors import RetryableError
 from pdserve.cluster.base.ids import WorkerId
 from pdserve.cluster.base.wire import ChannelSettings
-from pdserve.cluster.base.worker_info import ClusterStatus
 from pdserve.cluster.control.controller import Controller
 from pdserve.deploy.locator import CONTROLLER_NAME, ControllerLocator, namespace_of
-from pdserve.deploy.ray_head import can_use_haproxy, check_port, free_port, launch_head, stop_head, wait_head
+from pdserve.deploy.ray_head import can_use_haproxy, check_port, free_port, launch_head, wait_head
 from pdserve.deploy.records import DeploymentRecord, RecordStore
+from pdserve.deploy.running import Say, connect, deployment_status, refuse_running, take_down
 from pdserve.router.ingress import Ingress, IngressSettings
 from pdserve.workers.actors import WorkerActor
 from pdserve.workers.assembly import MemoryPlan, available_memory_bytes, check_memory, plan_memory
 from pdserve.workers.model.families import ModelSpec, read_spec
 from pdserve.workers.model.source import default_name, prepare_model
-from ray import serve
 
 logger = logging.getLogger(__name__)
 
 APPLICATION = "pdserve"
 READY_POLL_S = 0.2
-STOP_WORKERS_TIMEOUT_S = 20.0
-STATUS_TIMEOUT_S = 10.0
 
-Say = Callable[[str], None]
-"""Shows a line to whoever runs the command."""
 ShowProgress = Callable[[str, float], None]
 """Shows a stage and its finished share."""
 
@@ -49,14 +46,27 @@ class PreparedModel:
     memory: MemoryPlan
 
 
-def prepare(config: DeploymentConfig, progress: ShowProgress) -> PreparedModel:
-    """Convert the model if needed and check that it fits. Raises CheckpointError or ConfigError."""
+def prepare(config: DeploymentConfig, progress: ShowProgress, say: Say) -> tuple[DeploymentConfig, PreparedModel]:
+    """Do all that can fail before a process is started: port, leftovers, model, memory.
+
+    Returns the configuration with its port filled in, and the model. Raises CheckpointError or ConfigError.
+    """
+    refuse_running(config.name)
+    if config.ingress.port:
+        check_port(config.ingress.host, config.ingress.port)
+    else:
+        port = free_port(config.ingress.host)
+        config = config.model_copy(update={"ingress": config.ingress.model_copy(update={"port": port})})
     folder = prepare_model(config.model.path, cache_dir(), progress)
     spec = read_spec(folder)
     memory = plan_memory(spec, config.engine, config.model.max_model_len)
-    check_memory(memory, config.workers.mixed, available_memory_bytes())
     served_name = config.model.served_name or default_name(config.model.path, folder)
-    return PreparedModel(folder=folder, served_name=served_name, spec=spec, memory=memory)
+    say(f"model {served_name}: {memory}")
+    check_memory(memory, config.workers.mixed, available_memory_bytes())
+    if RecordStore(state_dir()).load(config.name) is not None:
+        say("sweeping what an earlier run left")
+        take_down(config.name, say)
+    return config, PreparedModel(folder=folder, served_name=served_name, spec=spec, memory=memory)
 
 
 def _create_worker(
@@ -80,23 +90,18 @@ def _create_worker(
     )
 
 
-class Deployment:
-    """Brings one deployment up and down on this machine."""
+class Launch:
+    """Brings one prepared deployment up on this machine."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, config: DeploymentConfig, model: PreparedModel, say: Say) -> None:
+        self._config = config
+        self._model = model
+        self._say = say
         self._records = RecordStore(state_dir())
-        self._name = name
 
-    def up(self, config: DeploymentConfig, progress: ShowProgress, say: Say) -> DeploymentRecord:
+    def up(self) -> DeploymentRecord:
         """Start everything and return when a request can be served. Raises PdserveError; then nothing is left."""
-        self._sweep_dead(say)
-        if config.ingress.port:
-            check_port(config.ingress.host, config.ingress.port)
-        else:
-            port = free_port(config.ingress.host)
-            config = config.model_copy(update={"ingress": config.ingress.model_copy(update={"port": port})})
-        model = prepare(config, progress)
-        say(f"model {model.served_name}: {model.memory}")
+        config, model, say = self._config, self._model, self._say
         say("starting Ray")
         use_haproxy = config.ingress.haproxy and can_use_haproxy()
         if config.ingress.haproxy and not use_haproxy:
@@ -119,57 +124,15 @@ class Deployment:
             record = replace(record, ray_address=wait_head(head, config.ray.start_timeout_s))
             self._records.save(record)
             connect(record)
-            self._start_actors(config, model, token, say)
-            self._wait_ready(config, record, say)
+            self._start_actors(token)
+            self._wait_ready(record)
         except BaseException:
-            self.down(say)
+            take_down(config.name, say)
             raise
         return record
 
-    def down(self, say: Say) -> bool:
-        """Stop everything and forget the deployment; False if there was none. Bounded."""
-        record = self._records.load(self._name)
-        if record is None:
-            return False
-        if record.ray_address and record.head.is_alive:
-            try:
-                connect(record)
-                self._stop_actors(say)
-            except Exception:
-                logger.warning("the deployment did not stop cleanly; its processes are ended", exc_info=True)
-            finally:
-                ray.shutdown()
-        stop_head(record.head)
-        self._records.remove(self._name)
-        return True
-
-    def record(self) -> DeploymentRecord:
-        """Return the record of the running deployment; raises ConfigError if there is none."""
-        record = self._records.load(self._name)
-        if record is None or not record.head.is_alive:
-            known = ", ".join(self._records.names()) or "none"
-            raise ConfigError(f"no deployment {self._name!r} is running here (recorded: {known})")
-        return record
-
-    def refuse_running(self) -> None:
-        """Raise ConfigError if the deployment runs already."""
-        record = self._records.load(self._name)
-        if record is not None and record.head.is_alive:
-            raise ConfigError(
-                f"deployment {self._name!r} is already running at {record.url}; "
-                f"`pdserve down --name {self._name}` stops it"
-            )
-
-    def _sweep_dead(self, say: Say) -> None:
-        self.refuse_running()
-        record = self._records.load(self._name)
-        if record is None:
-            return
-        say("sweeping what an earlier run left")
-        stop_head(record.head)
-        self._records.remove(self._name)
-
-    def _start_actors(self, config: DeploymentConfig, model: PreparedModel, token: bytes, say: Say) -> None:
+    def _start_actors(self, token: bytes) -> None:
+        config, model, say = self._config, self._model, self._say
         namespace = namespace_of(config.name)
         channel = ChannelSettings(
             token=token, heartbeat_s=config.channel.heartbeat_s, silence_s=config.channel.silence_s
@@ -209,9 +172,10 @@ class Deployment:
         application = deployment.bind(settings, ControllerLocator(namespace))
         serve.run(application, name=APPLICATION, route_prefix="/", blocking=False)
 
-    def _wait_ready(self, config: DeploymentConfig, record: DeploymentRecord, say: Say) -> None:
+    def _wait_ready(self, record: DeploymentRecord) -> None:
         """Wait until the ingress says that a worker is ready; the body is checked, not only the status."""
-        deadline = time.monotonic() + config.workers.start_timeout_s
+        timeout_s = self._config.workers.start_timeout_s
+        deadline = time.monotonic() + timeout_s
         shown: tuple[str, ...] = ()
         while time.monotonic() < deadline:
             try:
@@ -222,42 +186,12 @@ class Deployment:
                 logger.debug("the ingress does not answer yet")
             deaths = deployment_status(record).last_deaths
             for death in deaths[len(shown) :]:
-                say(f"worker died: {death}")
+                self._say(f"worker died: {death}")
             shown = deaths
             time.sleep(READY_POLL_S)
         raise RetryableError(
-            f"no worker was ready within {config.workers.start_timeout_s:g} s (workers.start_timeout_s); "
+            f"no worker was ready within {timeout_s:g} s (workers.start_timeout_s); "
             f"last deaths: {'; '.join(shown) or 'none'}"
-        )
-
-    def _stop_actors(self, say: Say) -> None:
-        namespace = namespace_of(self._name)
-        say("stopping the ingress")
-        serve.shutdown()
-        say("stopping the workers")
-        try:
-            controller = ray.get_actor(CONTROLLER_NAME, namespace)
-        except ValueError:
-            return
-        ray.get(controller.stop_workers.remote(), timeout=STOP_WORKERS_TIMEOUT_S)
-        ray.kill(controller)
-
-
-def deployment_status(record: DeploymentRecord) -> ClusterStatus:
-    """Return what the controller knows; this process must be connected."""
-    controller = ray.get_actor(CONTROLLER_NAME, namespace_of(record.name))
-    status: ClusterStatus = ray.get(controller.status.remote(), timeout=STATUS_TIMEOUT_S)
-    return status
-
-
-def connect(record: DeploymentRecord) -> None:
-    """Connect this process to the deployment's Ray; fine if it is."""
-    if not ray.is_initialized():
-        ray.init(
-            address=record.ray_address,
-            namespace=namespace_of(record.name),
-            logging_level=logging.ERROR,
-            log_to_driver=False,
         )
 
 

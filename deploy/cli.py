@@ -1,4 +1,7 @@
-"""The `pdserve` command."""
+"""The `pdserve` command.
+
+Ray and model code are loaded by the commands that need them, so help and errors are quick.
+"""
 
 import json
 import logging
@@ -11,18 +14,17 @@ from typing import Annotated
 
 import ray
 import typer
+from pydantic import TypeAdapter
+from rich.console import Console
+
 from pdserve.cluster.base.config import DeploymentConfig, cache_dir, field_help, load_config, to_yaml
 from pdserve.cluster.base.errors import ClientError, ConfigError, PdserveError
 from pdserve.cluster.base.version import VERSION
 from pdserve.cluster.base.worker_info import ClusterStatus
-from pdserve.deploy.app import Deployment, connect, deployment_status
 from pdserve.deploy.demo import DEFAULT_PROMPT, curl_line, stream_answer
 from pdserve.deploy.guardian import Guardian
 from pdserve.deploy.records import DeploymentRecord
 from pdserve.deploy.screen import ProgressLines, status_table
-from pdserve.workers.model.source import prepare_model
-from pydantic import TypeAdapter
-from rich.console import Console
 
 application = typer.Typer(
     name="pdserve",
@@ -135,7 +137,10 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")] = False,
 ) -> None:
     """Show the workers of a running deployment and their load."""
-    record = Deployment(name).record()
+
+    from pdserve.deploy.running import connect, deployment_status, running_record
+
+    record = running_record(name)
     connect(record)
     try:
         found = deployment_status(record)
@@ -152,7 +157,9 @@ def status(
 @application.command()
 def down(name: Annotated[str, typer.Option("--name", help="Name of the deployment.")] = "pdserve") -> None:
     """Stop a deployment and remove everything it started."""
-    if not Deployment(name).down(console.print):
+    from pdserve.deploy.running import take_down
+
+    if not take_down(name, console.print):
         console.print(f"no deployment {name!r} is recorded here")
 
 
@@ -161,6 +168,8 @@ def model_prepare(
     path: Annotated[str, typer.Argument(help="A folder, a .gguf file, or `demo`.")] = "demo",
 ) -> None:
     """Convert a model into the cache, so that the next start is quick. Prints the folder."""
+    from pdserve.workers.model.source import prepare_model
+
     with ProgressLines(console) as progress:
         folder = prepare_model(path, cache_dir(), progress.show)
     typer.echo(folder)
@@ -190,27 +199,30 @@ class _Running:
     def __init__(self, config: DeploymentConfig, *, stays: bool) -> None:
         self._config = config
         self._stays = stays
-        self._deployment = Deployment(config.name)
         self._guardian: Guardian | None = None
 
     def __enter__(self) -> DeploymentRecord:
+        from pdserve.deploy.app import Launch, prepare
+
         signal.signal(signal.SIGTERM, _interrupt)
-        self._deployment.refuse_running()
-        self._guardian = Guardian(self._config.name)
-        try:
-            with ProgressLines(console) as progress:
-                return self._deployment.up(self._config, progress.show, progress.say)
-        except BaseException:
-            self._guardian.release()
-            raise
+        with ProgressLines(console) as progress:
+            config, model = prepare(self._config, progress.show, progress.say)
+            self._guardian = Guardian(config.name)
+            try:
+                return Launch(config, model, progress.say).up()
+            except BaseException:
+                self._guardian.release()
+                raise
 
     def __exit__(self, *error: object) -> None:
+        from pdserve.deploy.running import take_down
+
         assert self._guardian is not None
         if not self._stays:
             # From here on a second Ctrl-C would only leave things behind; every step below is bounded.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            self._deployment.down(console.print)
+            take_down(self._config.name, console.print)
         self._guardian.release()
 
 

@@ -4,6 +4,7 @@ import json
 from typing import TextIO
 
 import httpx
+
 from pdserve.cluster.base.errors import InternalError
 from pdserve.deploy.records import DeploymentRecord
 

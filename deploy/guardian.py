@@ -7,8 +7,6 @@ without it means that the command was killed.
 import subprocess
 import sys
 
-from pdserve.deploy.app import Deployment
-
 RELEASE = b"released\n"
 
 
@@ -38,7 +36,10 @@ class Guardian:
 def main(name: str) -> int:
     """Wait for the command's end."""
     if sys.stdin.buffer.read() != RELEASE:
-        Deployment(name).down(lambda line: None)
+        # Loaded only now: it brings Ray along, and most guardians never need it.
+        from pdserve.deploy.running import take_down
+
+        take_down(name, lambda line: None)
     return 0
 
 

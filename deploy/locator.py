@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import dataclass
 
 import ray
+
 from pdserve.cluster.base.worker_info import Endpoint
 
 CONTROLLER_NAME = "controller"

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
 from pdserve.cluster.base.config import DeploymentConfig, child_environment
 from pdserve.cluster.base.errors import ConfigError, RetryableError
 

@@ -2,11 +2,12 @@
 
 from types import TracebackType
 
-from pdserve.cluster.base.worker_info import ClusterStatus, WorkerView
-from pdserve.deploy.records import DeploymentRecord
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from pdserve.cluster.base.worker_info import ClusterStatus, WorkerView
+from pdserve.deploy.records import DeploymentRecord
 
 STEP = 0.1
 

@@ -7,8 +7,9 @@ an InvalidRequestError that names the field. null means "not given", as OpenAI's
 import math
 from typing import Annotated, Literal, TypeVar
 
-from pdserve.cluster.base.errors import InvalidRequestError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from pdserve.cluster.base.errors import InvalidRequestError
 
 MAX_STOP_STRINGS = 4
 MAX_STOP_LENGTH = 1000

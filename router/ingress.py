@@ -16,6 +16,8 @@ from pathlib import Path
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.exceptions import HTTPException
+
 from pdserve.cluster.base.clock import SystemClock
 from pdserve.cluster.base.config import IngressConfig
 from pdserve.cluster.base.errors import InvalidRequestError, PdserveError
@@ -33,7 +35,6 @@ from pdserve.router.dispatch import Dispatcher
 from pdserve.router.http_errors import describe_error
 from pdserve.router.sse import ClosingStream, stream_events
 from pdserve.router.tokenization import FALLBACK_STOP, Tokenizer
-from starlette.exceptions import HTTPException
 
 logger = logging.getLogger(__name__)
 

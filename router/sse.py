@@ -4,12 +4,13 @@ import json
 import logging
 from collections.abc import AsyncIterator, Callable
 
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
 from pdserve.cluster.base.errors import PdserveError
 from pdserve.router.answering import Answer
 from pdserve.router.answers import Json, Shape
 from pdserve.router.http_errors import describe_error
-from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jinja2.exceptions import TemplateError
+from transformers import AutoTokenizer
+
 from pdserve.cluster.base.errors import InvalidRequestError
 from pdserve.router.api import ChatMessage
-from transformers import AutoTokenizer
 
 FALLBACK_NAMES = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
 FALLBACK_STOP = "\nUser:"

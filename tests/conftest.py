@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from pdserve.cluster.base.config import cache_dir
 from pdserve.workers.model.source import prepare_model
 from support.checkpoints import FAMILIES, save_checkpoint

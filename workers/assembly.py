@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import torch
+
 from pdserve.cluster.base.clock import Clock
 from pdserve.cluster.base.config import EngineConfig, LinearKind
 from pdserve.cluster.base.errors import ConfigError

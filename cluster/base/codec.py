@@ -11,6 +11,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 
 import msgpack
+
 from pdserve.cluster.base.errors import ProtocolError
 from pdserve.cluster.base.messages import MESSAGE_TYPES, Message
 

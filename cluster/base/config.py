@@ -11,8 +11,9 @@ from enum import StrEnum
 from pathlib import Path
 
 import yaml
-from pdserve.cluster.base.errors import ConfigError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from pdserve.cluster.base.errors import ConfigError
 
 Tree = dict[str, "Tree | list[Tree] | str | int | float | bool | None"]
 

@@ -10,6 +10,7 @@ import logging
 import os
 
 import ray
+
 from pdserve.cluster.base.clock import SystemClock
 from pdserve.cluster.base.config import DeploymentConfig
 from pdserve.cluster.base.errors import ChannelClosedError

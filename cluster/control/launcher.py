@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable
 
 import ray
-from pdserve.cluster.base.ids import WorkerId
 from ray.util.placement_group import (
     PlacementGroup,
     get_placement_group,
@@ -17,6 +16,8 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from pdserve.cluster.base.ids import WorkerId
 
 logger = logging.getLogger(__name__)
 

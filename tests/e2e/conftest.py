@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from support.deployments import Cli, Running, Traces, assert_nothing_left
 
 

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from support.deployments import Cli, Running, Traces, assert_nothing_left, wait_for
 
 ROOT = Path(__file__).parents[2]

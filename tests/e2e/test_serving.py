@@ -13,43 +13,15 @@ import time
 import httpx
 import openai
 import pytest
+
 from support.deployments import Running, wait_for
 
 MODEL = "gemma-3-270m"
-PLACES = [
-    "Norway",
-    "Peru",
-    "Japan",
-    "Kenya",
-    "Italy",
-    "Canada",
-    "India",
-    "Egypt",
-    "Brazil",
-    "Poland",
-    "Greece",
-    "Chile",
-    "Iceland",
-    "Nepal",
-    "Cuba",
-    "Ghana",
-    "Spain",
-    "Malta",
-    "Texas",
-    "Ohio",
-    "Alaska",
-    "Paris",
-    "Rome",
-    "Tokyo",
-    "Cairo",
-    "Lima",
-    "Oslo",
-    "Delhi",
-    "Berlin",
-    "Madrid",
-    "Quito",
-    "Accra",
-]
+PLACES = (
+    *("Norway", "Peru", "Japan", "Kenya", "Italy", "Canada", "India", "Egypt", "Brazil", "Poland", "Greece"),
+    *("Chile", "Iceland", "Nepal", "Cuba", "Ghana", "Spain", "Malta", "Texas", "Ohio", "Alaska", "Paris"),
+    *("Rome", "Tokyo", "Cairo", "Lima", "Oslo", "Delhi", "Berlin", "Madrid", "Quito", "Accra"),
+)
 PROMPTS = [f"{place} is known for its" for place in PLACES]
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+
 from pdserve.cluster.base.clock import ManualClock
 from pdserve.cluster.base.config import LinearKind
 from pdserve.cluster.base.request import Request

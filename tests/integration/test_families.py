@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
 from pdserve.cluster.base.config import AttentionKind, LinearKind
 from support.checkpoints import FAMILIES
 from support.engines import make_engine, make_request, prompts_of, run
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 LENGTHS = (1, 2, 15, 16, 17, 33, 70, 128)
 NUM_TOKENS = 64

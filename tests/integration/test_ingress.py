@@ -7,6 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+
 from pdserve.cluster.base.request import FinishReason, TokenDelta
 from pdserve.workers.worker import Worker
 from support.checkpoints import make_tokenizer

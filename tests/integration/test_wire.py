@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
+
 from pdserve.cluster.base.errors import ChannelClosedError, ProtocolError
 from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.messages import Abort, Message

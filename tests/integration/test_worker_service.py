@@ -5,6 +5,7 @@ import threading
 from collections.abc import AsyncIterator
 
 import pytest
+
 from pdserve.cluster.base.errors import NoWorkerError, OverloadedError, WorkerLostError
 from pdserve.cluster.base.ids import IngressId
 from pdserve.cluster.base.request import FinishReason, Request

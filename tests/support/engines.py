@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+
 from pdserve.cluster.base.clock import ManualClock
 from pdserve.cluster.base.config import AttentionKind, EngineConfig, LinearKind
 from pdserve.cluster.base.ids import RequestId

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
+
 from pdserve.cluster.base.config import IngressConfig
 from pdserve.cluster.base.ids import WorkerId
 from pdserve.cluster.base.wire import ChannelSettings

@@ -9,6 +9,7 @@ trip count, so every (query, key) pair meets the same order of additions.
 import numba
 import numpy as np
 import torch
+
 from pdserve.workers.attention.protocol import StepMetadata
 from pdserve.workers.model.scalar_math import exp32
 

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+
 from pdserve.workers.engine.plan import Int32, StepPlan
 
 QUERY_TILE = 8

@@ -4,6 +4,7 @@ Tolerance class: the library chooses its order of additions by shape.
 """
 
 import torch
+
 from pdserve.workers.attention.protocol import StepMetadata
 
 

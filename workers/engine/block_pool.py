@@ -5,6 +5,7 @@ is gone, and its generation then grows, so that a stale (block, generation) pair
 """
 
 import numpy as np
+
 from pdserve.workers.engine.plan import Int32
 
 

@@ -5,6 +5,7 @@ Kept so that a step's plan is a few array gathers instead of a loop over sequenc
 
 import numpy as np
 from numpy.typing import NDArray
+
 from pdserve.cluster.base.request import SamplingParams
 from pdserve.workers.engine.plan import Int32, Int64, SamplingArrays
 

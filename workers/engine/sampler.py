@@ -8,6 +8,7 @@ the same token. Probabilities are summed in fp64 over fixed vocabulary tiles.
 import numba
 import numpy as np
 from numpy.typing import NDArray
+
 from pdserve.workers.engine.plan import Int32, Int64, SamplingArrays
 
 SUM_TILE = 4096

@@ -13,6 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
+
 from pdserve.cluster.base.clock import Clock
 from pdserve.cluster.base.errors import InvalidRequestError, OverloadedError
 from pdserve.cluster.base.ids import RequestId

@@ -7,6 +7,7 @@ fills them: everything at arrival; `slot` and `blocks` at admission; `num_comput
 from enum import StrEnum
 
 import numpy as np
+
 from pdserve.cluster.base.request import Request
 
 

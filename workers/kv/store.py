@@ -5,6 +5,7 @@ share block ids; groups are separate pools of equal size.
 """
 
 import torch
+
 from pdserve.workers.model.families import ModelSpec
 
 

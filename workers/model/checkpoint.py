@@ -9,8 +9,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from pdserve.cluster.base.errors import CheckpointError
 from safetensors import SafetensorError, safe_open
+
+from pdserve.cluster.base.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -7,6 +7,7 @@ and in which norms a layer holds. Shape letters: T tokens, S sampled rows, H hid
 from dataclasses import dataclass
 
 import torch
+
 from pdserve.workers.attention.protocol import AttentionBackend, StepMetadata
 from pdserve.workers.kv.store import KVStore
 from pdserve.workers.model.families import ModelSpec

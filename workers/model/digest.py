@@ -7,6 +7,7 @@ and the HTTP path at microseconds a step.
 
 import numpy as np
 from numpy.typing import NDArray
+
 from pdserve.cluster.base.request import Request
 from pdserve.workers.engine.plan import Int32, Int64, StepPlan
 from pdserve.workers.engine.sampler import philox_uniform

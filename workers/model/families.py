@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from pdserve.cluster.base.errors import CheckpointError
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+
+from pdserve.cluster.base.errors import CheckpointError
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"

@@ -15,7 +15,6 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
-from pdserve.cluster.base.errors import CheckpointError
 from safetensors.torch import save_file
 from transformers import (
     Gemma3TextConfig,
@@ -27,6 +26,8 @@ from transformers import (
     Qwen3Config,
 )
 from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer, read_gguf_metadata
+
+from pdserve.cluster.base.errors import CheckpointError
 
 Progress = Callable[[str, float], None]
 """Called with a stage and the finished share of it, 0 to 1."""

@@ -7,6 +7,7 @@ logits. Ties break by the lower token id. The tile size is fixed, so a row's res
 import numba
 import numpy as np
 import torch
+
 from pdserve.workers.engine.plan import Int32, SamplingArrays
 from pdserve.workers.engine.sampler import sample_rows
 from pdserve.workers.model.linear import Linear

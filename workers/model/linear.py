@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
 from pdserve.cluster.base.config import LinearKind
 
 logger = logging.getLogger(__name__)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
 from pdserve.cluster.base.config import AttentionKind, LinearKind
 from pdserve.cluster.base.errors import CheckpointError
 from pdserve.workers.attention.numba_cpu import NumbaAttention

@@ -5,6 +5,7 @@ its bits depend on its own inputs only, at any batch size and thread count.
 import numba
 import numpy as np
 import torch
+
 from pdserve.workers.attention.protocol import StepMetadata
 from pdserve.workers.model.families import Activation
 from pdserve.workers.model.ops import QKVParameters

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
 from pdserve.workers.attention.protocol import StepMetadata
 
 

@@ -8,6 +8,7 @@ stay, those between are interpolated.
 import math
 
 import torch
+
 from pdserve.workers.model.families import RopeSpec
 
 

@@ -10,6 +10,7 @@ from typing import Protocol
 import numba
 import numpy as np
 import torch
+
 from pdserve.cluster.base.worker_info import NumericsClass
 from pdserve.workers.attention.protocol import build_metadata
 from pdserve.workers.engine.plan import Int32, SamplingArrays, StepPlan

@@ -1,6 +1,7 @@
 """The operations between linears in plain torch, on any device: the reference for the numba kernels."""
 
 import torch
+
 from pdserve.workers.attention.protocol import StepMetadata
 from pdserve.workers.model.families import Activation
 from pdserve.workers.model.ops import QKVParameters

@@ -6,6 +6,7 @@ import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from pdserve.cluster.base.codec import Codec
 from pdserve.cluster.base.errors import ProtocolError
 from pdserve.cluster.base.ids import RequestId, WorkerId

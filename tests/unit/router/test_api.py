@@ -1,6 +1,7 @@
 """Request bodies: what is accepted, and that every refusal names its field."""
 
 import pytest
+
 from pdserve.cluster.base.errors import InvalidRequestError
 from pdserve.router.api import KNOWN_FIELDS, parse_chat, parse_completion
 

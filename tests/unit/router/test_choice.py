@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
+
 from pdserve.cluster.base.errors import EngineError
 from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.request import FinishReason, TokenDelta

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
 from pdserve.router.detokenizer import MAX_HELD_TOKENS, Detokenizer
 from support.checkpoints import make_tokenizer
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 TOKENIZER = make_tokenizer()
 HARD_TEXT = "ď naïve 🫠 龜 👨‍👩‍👧‍👦 café\n\ttab  東京 Привет"

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+
 from pdserve.workers.engine.plan import SamplingArrays
 from pdserve.workers.engine.sampler import philox_uniform, sample_rows
 

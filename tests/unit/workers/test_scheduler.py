@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from pdserve.cluster.base.clock import ManualClock
 from pdserve.cluster.base.errors import InvalidRequestError, OverloadedError
 from pdserve.cluster.base.ids import RequestId

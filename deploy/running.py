@@ -1,0 +1,91 @@
+"""A deployment that runs: reach it, ask it, take it down. Loads Ray, but no model code."""
+
+import logging
+from collections.abc import Callable
+
+import ray
+from ray import serve
+
+from pdserve.cluster.base.config import state_dir
+from pdserve.cluster.base.errors import ConfigError
+from pdserve.cluster.base.worker_info import ClusterStatus
+from pdserve.deploy.locator import CONTROLLER_NAME, namespace_of
+from pdserve.deploy.ray_head import stop_head
+from pdserve.deploy.records import DeploymentRecord, RecordStore
+
+logger = logging.getLogger(__name__)
+
+STOP_WORKERS_TIMEOUT_S = 20.0
+STATUS_TIMEOUT_S = 10.0
+
+Say = Callable[[str], None]
+"""Shows a line to whoever runs the command."""
+
+
+def connect(record: DeploymentRecord) -> None:
+    """Connect this process to the deployment's Ray; fine if it is."""
+    if not ray.is_initialized():
+        ray.init(
+            address=record.ray_address,
+            namespace=namespace_of(record.name),
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+        )
+
+
+def deployment_status(record: DeploymentRecord) -> ClusterStatus:
+    """Return what the controller knows; this process must be connected."""
+    controller = ray.get_actor(CONTROLLER_NAME, namespace_of(record.name))
+    status: ClusterStatus = ray.get(controller.status.remote(), timeout=STATUS_TIMEOUT_S)
+    return status
+
+
+def running_record(name: str) -> DeploymentRecord:
+    """Return the record of a running deployment; raises ConfigError if there is none."""
+    records = RecordStore(state_dir())
+    record = records.load(name)
+    if record is None or not record.head.is_alive:
+        known = ", ".join(records.names()) or "none"
+        raise ConfigError(f"no deployment {name!r} is running here (recorded: {known})")
+    return record
+
+
+def refuse_running(name: str) -> None:
+    """Raise ConfigError if the deployment runs already."""
+    record = RecordStore(state_dir()).load(name)
+    if record is not None and record.head.is_alive:
+        raise ConfigError(
+            f"deployment {name!r} is already running at {record.url}; `pdserve down --name {name}` stops it"
+        )
+
+
+def take_down(name: str, say: Say) -> bool:
+    """Stop everything of a deployment and forget it; False if there was none. Bounded."""
+    records = RecordStore(state_dir())
+    record = records.load(name)
+    if record is None:
+        return False
+    if record.ray_address and record.head.is_alive:
+        try:
+            connect(record)
+            _stop_actors(name, say)
+        except Exception:
+            logger.warning("the deployment did not stop cleanly; its processes are ended", exc_info=True)
+        finally:
+            ray.shutdown()
+    stop_head(record.head)
+    records.remove(name)
+    return True
+
+
+def _stop_actors(name: str, say: Say) -> None:
+    """Stop in the order that leaves nothing: Serve, then workers, then the controller."""
+    say("stopping the ingress")
+    serve.shutdown()
+    say("stopping the workers")
+    try:
+        controller = ray.get_actor(CONTROLLER_NAME, namespace_of(name))
+    except ValueError:
+        return
+    ray.get(controller.stop_workers.remote(), timeout=STOP_WORKERS_TIMEOUT_S)
+    ray.kill(controller)
