@@ -8,6 +8,7 @@ llama.cpp's published converter.
 import fcntl
 import hashlib
 import shutil
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -116,7 +117,7 @@ def _convert(path: Path, folder: Path, progress: Progress) -> None:
     try:
         metadata, names = read_gguf_metadata(str(path))
         reader = gguf.GGUFReader(path)
-    except (ValueError, KeyError, IndexError) as error:
+    except (ValueError, LookupError, OverflowError, struct.error) as error:
         raise CheckpointError(f"{path}: damaged GGUF: {error}") from error
     architecture = str(metadata.get("general.architecture"))
     if architecture not in _CONFIGS:

@@ -1,0 +1,128 @@
+"""Attention backends against the plain definition, and the numba backend's exactness rules."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.workers.attention.numba_cpu import NumbaAttention
+from pdserve.workers.attention.protocol import QUERY_TILE, StepMetadata, build_metadata
+from pdserve.workers.attention.torch_reference import TorchAttention
+from pdserve.workers.engine.plan import Int32, SamplingArrays, StepPlan
+
+EMPTY = SamplingArrays(
+    temperature=np.zeros(0),
+    top_k=np.zeros(0, np.int32),
+    top_p=np.zeros(0),
+    min_p=np.zeros(0),
+    seed=np.zeros(0, np.uint64),
+    position=np.zeros(0, np.int64),
+)
+
+
+def make_plan(rows: list[tuple[int, int]], table: Int32) -> StepPlan:
+    """Return a plan of rows (first position, tokens) over one block table row each."""
+    positions = np.concatenate([np.arange(first, first + count, dtype=np.int32) for first, count in rows])
+    starts = np.cumsum([0] + [count for _, count in rows]).astype(np.int32)
+    return StepPlan(
+        token_ids=np.zeros(len(positions), np.int32),
+        positions=positions,
+        row_starts=starts,
+        block_tables=(table,),
+        sample_rows=np.zeros(0, np.int32),
+        sampling=EMPTY,
+    )
+
+
+def make_case(
+    rows: list[tuple[int, int]], *, block_size: int, heads: int, kv_heads: int, size: int, window: int, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, StepMetadata]:
+    generator = torch.Generator().manual_seed(seed)
+    blocks_each = -(-max(first + count for first, count in rows) // block_size)
+    order = torch.randperm(len(rows) * blocks_each, generator=generator).numpy().astype(np.int32)
+    plan = make_plan(rows, order.reshape(len(rows), blocks_each))
+    query = torch.randn(plan.num_tokens, heads, size, generator=generator)
+    kv = torch.randn(len(order), 2, kv_heads, block_size, size, generator=generator)
+    return query, kv, build_metadata(plan, (window,), block_size)
+
+
+def definition(query: torch.Tensor, kv: torch.Tensor, step: StepMetadata, scale: float) -> torch.Tensor:
+    """Attention token by token in fp64."""
+    place = step.groups[0]
+    out = torch.zeros(query.shape, dtype=torch.float64)
+    group = query.shape[1] // kv.shape[2]
+    for row in range(len(step.row_starts) - 1):
+        for token in range(step.row_starts[row], step.row_starts[row + 1]):
+            last = int(step.positions[token])
+            first = max(0, last - place.window + 1) if place.window else 0
+            places = np.arange(first, last + 1)
+            blocks, offsets = place.block_table[row, places // kv.shape[3]], places % kv.shape[3]
+            for head in range(query.shape[1]):
+                keys = kv[blocks, 0, head // group, offsets].double()
+                values = kv[blocks, 1, head // group, offsets].double()
+                weights = torch.softmax(keys @ query[token, head].double() * scale, 0)
+                out[token, head] = weights @ values
+    return out.view(query.shape[0], -1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 70), st.integers(1, 20)), min_size=1, max_size=4),
+    st.sampled_from((16, 32, 48)),
+    st.sampled_from(((4, 1, 32), (6, 2, 18), (3, 3, 64), (4, 4, 7))),
+    st.sampled_from((0, 1, 5, 33, 64)),
+    st.integers(0, 1000),
+)
+def test_both_backends_are_the_definition(
+    rows: list[tuple[int, int]], block_size: int, shape: tuple[int, int, int], window: int, seed: int
+) -> None:
+    heads, kv_heads, size = shape
+    query, kv, step = make_case(
+        rows, block_size=block_size, heads=heads, kv_heads=kv_heads, size=size, window=window, seed=seed
+    )
+    expected = definition(query, kv, step, size**-0.5)
+    for backend in (NumbaAttention(), TorchAttention()):
+        found = backend.attend(query, kv, step, 0, size**-0.5)
+        assert (found.double() - expected).abs().max() < 2e-5, type(backend).__name__
+
+
+@pytest.mark.parametrize("window", [0, 7, 40])
+def test_a_query_has_the_same_bits_in_any_chunk_batch_and_block_size(window: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    length, heads, kv_heads, size = 150, 4, 2, 24
+    query = torch.randn(length, heads, size, generator=generator)
+    history = torch.randn(2, kv_heads, length + 42, size, generator=generator)
+    results = []
+    for block_size, chunk, others in ((16, 1, 0), (16, 150, 0), (32, 37, 2), (64, 64, 3), (16, 8, 1)):
+        num_blocks = -(-length // block_size)
+        kv = torch.full((num_blocks * (others + 1), 2, kv_heads, block_size, size), float("nan"))
+        table = np.arange(num_blocks * (others + 1), dtype=np.int32)[::-1].reshape(others + 1, num_blocks).copy()
+        for row in range(others + 1):
+            for block in range(num_blocks):
+                piece = history[:, :, block * block_size : (block + 1) * block_size]
+                kv[table[row, block], :, :, : piece.shape[2]] = piece
+        parts = []
+        for first in range(0, length, chunk):
+            count = min(chunk, length - first)
+            rows = [(5 * number, 3) for number in range(others)] + [(first, count)]
+            plan = make_plan(rows, table)
+            batch = torch.cat([torch.randn(3 * others, heads, size), query[first : first + count]])
+            step = build_metadata(plan, (window,), block_size)
+            parts.append(NumbaAttention().attend(batch, kv, step, 0, 0.2)[3 * others :])
+        results.append(torch.cat(parts))
+    for result in results[1:]:
+        assert torch.equal(result, results[0])
+    assert torch.isfinite(results[0]).all()
+
+
+def test_work_items_cover_every_token_once_in_tiles_of_one_row() -> None:
+    plan = make_plan([(0, 1), (10, 2 * QUERY_TILE + 3), (5, QUERY_TILE)], np.zeros((3, 4), np.int32))
+    step = build_metadata(plan, (0,), 16)
+    covered: list[int] = []
+    for start, end in zip(step.item_starts, step.item_ends, strict=True):
+        covered += range(start, end)
+    assert covered == list(range(plan.num_tokens))
+    for row, start, end in zip(step.item_rows, step.item_starts, step.item_ends, strict=True):
+        assert 0 < end - start <= QUERY_TILE
+        assert step.row_starts[row] <= start < end <= step.row_starts[row + 1]

@@ -1,0 +1,74 @@
+"""Packed linears: right results, row invariance, and what happens when a kernel is not invariant."""
+
+import pytest
+import torch
+
+from pdserve.cluster.base.config import LinearKind
+from pdserve.workers.model.linear import PADDINGS, Linear, LinearFactory, Padding, find_padding
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("kind", list(LinearKind))
+@pytest.mark.parametrize(("out_features", "in_features"), [(64, 96), (70, 90), (17, 33), (256, 2048)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_are_right_and_do_not_depend_on_the_batch(
+    kind: LinearKind, out_features: int, in_features: int, has_bias: bool
+) -> None:
+    torch.manual_seed(0)
+    weight = (torch.randn(out_features, in_features) * 0.05).half().float()
+    bias = torch.randn(out_features) if has_bias else None
+    factory = LinearFactory(kind, CPU)
+    linear = factory.pack(weight, bias)
+    assert factory.notes == []
+    x = torch.randn(77, in_features)
+    found = linear(x)
+    exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert (found.double() - exact).abs().max() < 1e-4
+    for start, count in ((0, 1), (13, 2), (5, 3), (20, 57), (76, 1)):
+        assert torch.equal(linear(x[start : start + count]), found[start : start + count])
+    assert linear.memory_bytes == weight.numel() * (2 if kind is LinearKind.FP16 else 4)
+
+
+def test_the_cheapest_rule_that_holds_is_chosen() -> None:
+    weight = torch.randn(5, 8)
+
+    def depends_on_pairs(x: torch.Tensor) -> torch.Tensor:
+        return x @ weight.T + (x.shape[0] % 2) * 1e-3
+
+    def depends_on_being_alone(x: torch.Tensor) -> torch.Tensor:
+        return x.double() @ weight.double().T + (x.shape[0] == 1) * 1e-3
+
+    assert find_padding(depends_on_being_alone, 8) == Padding(least=2, multiple=1)
+    assert find_padding(lambda x: (depends_on_pairs(x.double().float())).double().round(decimals=4), 8) in PADDINGS
+
+
+def test_a_kernel_without_a_rule_is_replaced_with_a_note() -> None:
+    factory = LinearFactory(LinearKind.FP32, CPU)
+    factory._packed = lambda weight, bias: (lambda x: x @ weight.T + x.shape[0] * 1e-3, 0)  # type: ignore[method-assign]
+    linear = factory.pack(torch.eye(4))
+    assert factory.notes == ["packed fp32 4x4 is not row-invariant"]
+    assert torch.equal(linear(torch.ones(3, 4)), torch.ones(3, 4))
+
+
+def test_an_absent_kernel_is_replaced_with_a_note() -> None:
+    def absent(weight: torch.Tensor, bias: torch.Tensor | None) -> object:
+        raise AttributeError("no such op")
+
+    factory = LinearFactory(LinearKind.FP16, CPU)
+    factory._packed = absent  # type: ignore[method-assign, assignment]
+    linear = factory.pack(torch.eye(4), torch.ones(4))
+    assert factory.notes == ["no packed fp16 kernel: no such op"]
+    assert torch.equal(linear(torch.ones(3, 4)), torch.full((3, 4), 2.0))
+
+
+def test_padding_rows_are_cut_off_again() -> None:
+    seen = []
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.shape[0])
+        return x
+
+    linear = Linear(product, Padding(least=2, multiple=3), out_features=2, memory_bytes=0)
+    assert [linear(torch.ones(rows, 2)).shape[0] for rows in (1, 2, 3, 4)] == [1, 2, 3, 4]
+    assert seen == [3, 3, 3, 6]

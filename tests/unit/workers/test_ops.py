@@ -1,0 +1,91 @@
+"""The fused numba kernels against plain torch, and their row invariance."""
+
+import numpy as np
+import pytest
+import torch
+
+from pdserve.workers.attention.protocol import GroupMetadata, StepMetadata
+from pdserve.workers.model.families import Activation, RopeSpec
+from pdserve.workers.model.numba_ops import NumbaOps
+from pdserve.workers.model.ops import QKVParameters
+from pdserve.workers.model.rope import position_tables
+from pdserve.workers.model.scalar_math import exp32
+from pdserve.workers.model.torch_ops import TorchOps
+
+NUMBA, TORCH = NumbaOps(), TorchOps()
+EPS = 1e-6
+
+
+@pytest.mark.parametrize("size", [90, 96, 640])
+def test_norms_equal_torch_and_do_not_depend_on_the_batch(size: int) -> None:
+    x, weight = torch.randn(9, size), torch.randn(size)
+    found = NUMBA.norm(x, weight, EPS)
+    torch.testing.assert_close(found, TORCH.norm(x, weight, EPS), rtol=2e-6, atol=2e-6)
+    for row in range(9):
+        assert torch.equal(NUMBA.norm(x[row : row + 1], weight, EPS)[0], found[row])
+
+
+@pytest.mark.parametrize("has_post", [False, True])
+def test_add_norm_equals_torch_and_changes_x_in_place(has_post: bool) -> None:
+    x, delta, weight = torch.randn(5, 90), torch.randn(5, 90), torch.randn(90)
+    post = torch.randn(90) if has_post else None
+    ours, theirs = x.clone(), x.clone()
+    found = NUMBA.add_norm(ours, delta, post, weight, EPS)
+    torch.testing.assert_close(found, TORCH.add_norm(theirs, delta, post, weight, EPS), rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6)
+    alone = x[3:4].clone()
+    assert torch.equal(NUMBA.add_norm(alone, delta[3:4], post, weight, EPS)[0], found[3])
+
+
+@pytest.mark.parametrize("activation", list(Activation))
+@pytest.mark.parametrize("size", [75, 128])
+def test_activations_equal_torch(activation: Activation, size: int) -> None:
+    gate_up = torch.randn(7, 2 * size) * 6
+    gate_up[0, 0], gate_up[0, 1] = 200.0, -200.0
+    found = NUMBA.activate(gate_up, activation)
+    torch.testing.assert_close(found, TORCH.activate(gate_up, activation), rtol=2e-6, atol=2e-6)
+    assert torch.equal(NUMBA.activate(gate_up[4:5], activation)[0], found[4])
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("size", [18, 64])
+def test_store_qkv_equals_torch_and_writes_only_its_slots(has_norm: bool, size: int) -> None:
+    heads, kv_heads, tokens = 4, 2, 6
+    cos, sin = position_tables(RopeSpec(theta=10000.0), size, 64)
+    parameters = QKVParameters(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=size,
+        group=0,
+        query_norm=torch.randn(size) if has_norm else None,
+        key_norm=torch.randn(size) if has_norm else None,
+        cos=cos,
+        sin=sin,
+        eps=EPS,
+    )
+    place = GroupMetadata(
+        block_table=np.zeros((1, 4), np.int32),
+        token_blocks=np.array([3, 3, 0, 1, 1, 2], np.int32),
+        token_offsets=np.array([0, 15, 7, 1, 2, 9], np.int32),
+        window=0,
+    )
+    none = np.zeros(0, np.int32)
+    positions = np.array([0, 15, 23, 40, 41, 63], np.int32)
+    step = StepMetadata(
+        positions=positions, row_starts=none, item_rows=none, item_starts=none, item_ends=none, groups=(place,)
+    )
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * size)
+    ours, theirs = (torch.full((4, 2, kv_heads, 16, size), 7.0) for _ in range(2))
+    query = NUMBA.store_qkv(qkv, parameters, ours, step)
+    torch.testing.assert_close(query, TORCH.store_qkv(qkv, parameters, theirs, step), rtol=5e-6, atol=5e-6)
+    torch.testing.assert_close(ours, theirs, rtol=5e-6, atol=5e-6)
+    assert int((ours != 7.0).any(-1).sum()) == tokens * 2 * kv_heads
+
+
+def test_exp_is_within_two_units_of_the_last_place() -> None:
+    values = np.linspace(-86, 87, 20001).astype(np.float32)
+    found = np.array([exp32(value) for value in values])
+    expected = np.exp(values.astype(np.float64))
+    assert np.abs(found / expected - 1).max() < 3e-7
+    assert exp32(np.float32(-1e30)) < 1e-37
+    assert exp32(np.float32(0.0)) == 1.0
