@@ -3,8 +3,8 @@
     python -m pdserve.benchmarks.http_load --url http://127.0.0.1:8000 --model NAME --rate 4 --duration 20
 
 Latencies are taken from the intended start as well as from the actual send: a client or server that falls behind shows
-in the first. Every request is counted by how it ended; latencies come from good ones only. Prints a table and a JSON line;
-exits 1 if more than --max-error-rate of the requests failed.
+in the first. Every request is counted by how it ended; latencies come from good ones only. Prints a table and a JSON
+line; exits 1 if more than --max-error-rate of the requests failed.
 """
 
 import argparse

@@ -73,10 +73,15 @@ class Decoder:
             parameters = layer.qkv_parameters
             query = ops.store_qkv(layer.qkv(hidden), parameters, store.layer(index), step)
             attended = self._attention.attend(query, store.layer(index), step, parameters.group, spec.attention_scale)
+            is_last = index + 1 == len(self._layers)
+            if is_last:
+                # From here on a token meets no other one: go on with the sampled ones only.
+                x, attended = x[sample_tokens], attended[sample_tokens]
+                if not len(x):
+                    return x
             delta = layer.attention_out(attended)
             hidden = ops.add_norm(x, delta, layer.post_attention_norm, layer.mlp_norm, spec.rms_eps)
             delta = layer.down(ops.activate(layer.gate_up(hidden), spec.activation))
-            is_last = index + 1 == len(self._layers)
             next_norm = self._final_norm if is_last else self._layers[index + 1].input_norm
             hidden = ops.add_norm(x, delta, layer.post_mlp_norm, next_norm, spec.rms_eps)
-        return hidden[sample_tokens]
+        return hidden
