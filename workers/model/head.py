@@ -15,14 +15,23 @@ from pdserve.workers.model.linear import Linear
 VOCABULARY_TILE = 16384
 
 
-@numba.njit(nogil=True, cache=True)
-def _update_largest(logits, offset, largest, token_ids):  # type: ignore[no-untyped-def]
-    for row in range(logits.shape[0]):
-        best, at = largest[row], token_ids[row]
-        for column in range(logits.shape[1]):
-            if logits[row, column] > best:
-                best, at = logits[row, column], offset + column
-        largest[row], token_ids[row] = best, at
+@numba.njit(nogil=True, fastmath={"nnan", "nsz"})
+def _row_maximum(logits, row):  # type: ignore[no-untyped-def]  # numba infers the types
+    best = logits[row, 0]
+    for column in range(1, logits.shape[1]):
+        best = max(best, logits[row, column])
+    return best
+
+
+@numba.njit(nogil=True, parallel=True, cache=True)
+def _update_largest(logits, offset, largest, token_ids):  # type: ignore[no-untyped-def]  # numba infers the types
+    for row in numba.prange(logits.shape[0]):
+        best = _row_maximum(logits, row)
+        if best > largest[row]:
+            for column in range(logits.shape[1]):
+                if logits[row, column] == best:
+                    largest[row], token_ids[row] = best, offset + column
+                    break
 
 
 class Head:
