@@ -9,18 +9,19 @@ from functools import partial
 from pathlib import Path
 
 import httpx
+import psutil
 import ray
 from ray import serve
 
 from pdserve.cluster.base.config import DeploymentConfig, cache_dir, state_dir
-from pdserve.cluster.base.errors import RetryableError
+from pdserve.cluster.base.errors import ConfigError, RetryableError
 from pdserve.cluster.base.ids import WorkerId
 from pdserve.cluster.base.wire import ChannelSettings
 from pdserve.cluster.control.controller import Controller
 from pdserve.deploy.locator import CONTROLLER_NAME, ControllerLocator, namespace_of
 from pdserve.deploy.ray_head import can_use_haproxy, check_port, free_port, launch_head, wait_head
 from pdserve.deploy.records import DeploymentRecord, RecordStore
-from pdserve.deploy.running import Say, connect, deployment_status, refuse_running, take_down
+from pdserve.deploy.running import Say, connect, deployment_status, refuse_running, take_down, uninterrupted
 from pdserve.router.ingress import Ingress, IngressSettings
 from pdserve.workers.actors import WorkerActor
 from pdserve.workers.assembly import MemoryPlan, available_memory_bytes, check_memory, plan_memory
@@ -63,10 +64,22 @@ def prepare(config: DeploymentConfig, progress: ShowProgress, say: Say) -> tuple
     served_name = config.model.served_name or default_name(config.model.path, folder)
     say(f"model {served_name}: {memory}")
     check_memory(memory, config.workers.mixed, available_memory_bytes())
+    check_cpus(config, psutil.cpu_count() or 1)
     if RecordStore(state_dir()).load(config.name) is not None:
         say("sweeping what an earlier run left")
         take_down(config.name, say)
     return config, PreparedModel(folder=folder, served_name=served_name, spec=spec, memory=memory)
+
+
+def check_cpus(config: DeploymentConfig, machine_cpus: int) -> None:
+    """Raise ConfigError if Ray could never place all workers."""
+    offered = config.ray.num_cpus or machine_cpus
+    wanted = config.workers.mixed * config.workers.num_cpus
+    if wanted > offered:
+        raise ConfigError(
+            f"workers.mixed {config.workers.mixed} times workers.num_cpus {config.workers.num_cpus:g} "
+            f"needs {wanted:g} CPUs, Ray offers {offered} (ray.num_cpus); lower one of them"
+        )
 
 
 def _create_worker(
@@ -127,7 +140,8 @@ class Launch:
             self._start_actors(token)
             self._wait_ready(record)
         except BaseException:
-            take_down(config.name, say)
+            with uninterrupted():
+                take_down(config.name, say)
             raise
         return record
 
@@ -172,6 +186,18 @@ class Launch:
         application = deployment.bind(settings, ControllerLocator(namespace))
         serve.run(application, name=APPLICATION, route_prefix="/", blocking=False)
 
+    def _show_deaths(self, record: DeploymentRecord, shown: tuple[str, ...]) -> tuple[str, ...]:
+        """Say which workers have died since; a controller that is away for a moment does not fail the start."""
+        try:
+            deaths = deployment_status(record).last_deaths
+        except RetryableError as error:
+            logger.debug("no status yet: %s", error)
+            return shown
+        for death in deaths:
+            if death not in shown:
+                self._say(f"worker died: {death}")
+        return deaths
+
     def _wait_ready(self, record: DeploymentRecord) -> None:
         """Wait until the ingress says that a worker is ready; the body is checked, not only the status."""
         timeout_s = self._config.workers.start_timeout_s
@@ -184,10 +210,7 @@ class Launch:
                     return
             except (httpx.HTTPError, ValueError):
                 logger.debug("the ingress does not answer yet")
-            deaths = deployment_status(record).last_deaths
-            for death in deaths[len(shown) :]:
-                self._say(f"worker died: {death}")
-            shown = deaths
+            shown = self._show_deaths(record, shown)
             time.sleep(READY_POLL_S)
         raise RetryableError(
             f"no worker was ready within {timeout_s:g} s (workers.start_timeout_s); "

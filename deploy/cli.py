@@ -7,7 +7,7 @@ import json
 import logging
 import signal
 import sys
-import threading
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -17,13 +17,13 @@ import typer
 from pydantic import TypeAdapter
 from rich.console import Console
 
-from pdserve.cluster.base.config import DeploymentConfig, cache_dir, field_help, load_config, to_yaml
-from pdserve.cluster.base.errors import ClientError, ConfigError, PdserveError
+from pdserve.cluster.base.config import DeploymentConfig, cache_dir, field_help, load_config, state_dir, to_yaml
+from pdserve.cluster.base.errors import ClientError, ConfigError, PdserveError, RetryableError
 from pdserve.cluster.base.version import VERSION
 from pdserve.cluster.base.worker_info import ClusterStatus
 from pdserve.deploy.demo import DEFAULT_PROMPT, curl_line, stream_answer
 from pdserve.deploy.guardian import Guardian
-from pdserve.deploy.records import DeploymentRecord
+from pdserve.deploy.records import DeploymentRecord, RecordStore
 from pdserve.deploy.screen import ProgressLines, status_table
 
 application = typer.Typer(
@@ -38,7 +38,16 @@ config_commands = typer.Typer(help="Configuration: show the effective one, or it
 application.add_typer(model_commands, name="model")
 application.add_typer(config_commands, name="config")
 
-console = Console(stderr=True, highlight=False)
+# No markup: names, paths and causes are shown as they are.
+console = Console(stderr=True, highlight=False, markup=False)
+
+
+def say(line: str) -> None:
+    """Show a line to whoever runs the command."""
+    console.print(line, soft_wrap=True)
+
+
+HEAD_CHECK_S = 1.0
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", "-c", help="YAML file; see `pdserve config schema`.", show_default=False)
@@ -107,7 +116,7 @@ def up(
         _show_urls(record)
         if not detach:
             console.print("Ctrl-C stops it.")
-            _wait_for_signal()
+            _wait_for_end(record)
 
 
 @application.command()
@@ -116,19 +125,22 @@ def demo(
     prompt: Annotated[str, typer.Option("--prompt", help="What to continue.")] = DEFAULT_PROMPT,
     config: ConfigFile = None,
     settings: Settings = None,
-    name: Name = "pdserve-demo",
+    name: Name = None,
     port: Port = None,
 ) -> None:
-    """Serve the demo model (Gemma-3-270M) and stream an answer."""
-    flags: dict[str, str | int | None] = {"name": name, "ingress__port": 0 if port is None and once else port}
-    merged = _load(config, settings, **flags)
+    """Serve the demo model (Gemma-3-270M) and stream an answer.
+
+    The deployment is called pdserve-demo unless told otherwise; with --once it takes a free port.
+    """
+    defaults = [] if config else ["name=pdserve-demo", *(["ingress.port=0"] if once else [])]
+    merged = _load(config, [*defaults, *(settings or [])], name=name, ingress__port=port)
     with _Running(merged, stays=False) as record:
         stream_answer(record, prompt, sys.stdout)
         if once:
             return
         _show_urls(record)
         console.print("Ctrl-C stops it.")
-        _wait_for_signal()
+        _wait_for_end(record)
 
 
 @application.command()
@@ -159,7 +171,7 @@ def down(name: Annotated[str, typer.Option("--name", help="Name of the deploymen
     """Stop a deployment and remove everything it started."""
     from pdserve.deploy.running import take_down
 
-    if not take_down(name, console.print):
+    if not take_down(name, say):
         console.print(f"no deployment {name!r} is recorded here")
 
 
@@ -205,7 +217,7 @@ class _Running:
         from pdserve.deploy.app import Launch, prepare
 
         signal.signal(signal.SIGTERM, _interrupt)
-        with ProgressLines(console) as progress:
+        with ProgressLines(console) as progress, RecordStore(state_dir()).locked(self._config.name):
             config, model = prepare(self._config, progress.show, progress.say)
             self._guardian = Guardian(config.name)
             try:
@@ -215,14 +227,12 @@ class _Running:
                 raise
 
     def __exit__(self, *error: object) -> None:
-        from pdserve.deploy.running import take_down
+        from pdserve.deploy.running import take_down, uninterrupted
 
         assert self._guardian is not None
         if not self._stays:
-            # From here on a second Ctrl-C would only leave things behind; every step below is bounded.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            take_down(self._config.name, console.print)
+            with uninterrupted():
+                take_down(self._config.name, say)
         self._guardian.release()
 
 
@@ -230,15 +240,19 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _wait_for_signal() -> None:
+def _wait_for_end(record: DeploymentRecord) -> None:
+    """Return on Ctrl-C; raises RetryableError if the deployment ended by itself."""
     try:
-        threading.Event().wait()
+        while record.head.is_alive:
+            time.sleep(HEAD_CHECK_S)
     except KeyboardInterrupt:
-        console.print("stopping")
+        say("stopping")
+        return
+    raise RetryableError("the deployment's Ray head has ended")
 
 
 def _show_urls(record: DeploymentRecord) -> None:
-    console.print(f"[bold]{record.served_name}[/bold] is served at {record.url}/v1 (deployment {record.name!r})")
+    console.print(f"{record.served_name} is served at {record.url}/v1 (deployment {record.name!r})")
     console.print(f"health {record.url}/health  ready {record.url}/ready  metrics {record.url}/metrics")
     console.print(curl_line(record), soft_wrap=True)
 
@@ -251,7 +265,7 @@ def main() -> None:
     try:
         application()
     except PdserveError as error:
-        console.print(f"[red]error:[/red] {error}", markup=True, soft_wrap=True)
+        console.print(f"error: {error}", style="red", soft_wrap=True)
         sys.exit(2 if isinstance(error, ClientError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)

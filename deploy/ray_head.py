@@ -7,6 +7,7 @@ ARCHITECTURE.md, "Ray".
 
 import importlib.util
 import logging
+import math
 import os
 import shlex
 import shutil
@@ -86,7 +87,7 @@ def _write_haproxy_wrapper(folder: Path) -> None:
     wrapper.chmod(0o755)
 
 
-def head_environment(*, use_haproxy: bool, temp_dir: Path) -> dict[str, str]:
+def head_environment(config: DeploymentConfig, *, use_haproxy: bool, temp_dir: Path) -> dict[str, str]:
     """Return the environment of the head; its workers, proxies and replicas inherit it."""
     settings = {
         "RAY_AUTH_MODE": "disabled",
@@ -99,6 +100,8 @@ def head_environment(*, use_haproxy: bool, temp_dir: Path) -> dict[str, str]:
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
         "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "2",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+        # A replaced HAProxy may finish its streams as long as a leaving replica may.
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(math.ceil(config.ingress.graceful_shutdown_s)),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
@@ -131,11 +134,11 @@ def launch_head(config: DeploymentConfig, *, use_haproxy: bool) -> RayHead:
         f"--temp-dir={temp_dir}",
     ]  # fmt: skip
     if config.ray.num_cpus is not None:
-        command.append(f"--num-cpus={config.ray.num_cpus:g}")
+        command.append(f"--num-cpus={config.ray.num_cpus}")
     with (temp_dir / "head.log").open("wb") as log:
         process = subprocess.Popen(
             command,
-            env=head_environment(use_haproxy=use_haproxy, temp_dir=temp_dir),
+            env=head_environment(config, use_haproxy=use_haproxy, temp_dir=temp_dir),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -178,26 +181,33 @@ def stop_head(head: RayHead) -> None:
     for left in {*alive, *_family(head)}:
         try:
             left.kill()
-        except psutil.NoSuchProcess:
-            continue
+        except (psutil.NoSuchProcess, psutil.AccessDenied) as error:
+            logger.warning("a process of the head was not ended: %s", error)
     psutil.wait_procs(alive, timeout=5.0)
     shutil.rmtree(head.temp_dir, ignore_errors=True)
 
 
 def _family(head: RayHead) -> list[psutil.Process]:
-    """Return the processes of this head: its descendants, and those that name its folder (it is in their arguments)."""
+    """Return the processes of this head: its descendants, and Ray's and HAProxy's that name its folder."""
     marker = str(head.temp_dir)
-    found = {}
+    found: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         try:
-            if process.pid == os.getpid():
-                continue
-            if process.pid == head.pid or any(marker in argument for argument in process.cmdline()):
+            if _belongs(process, head, marker):
                 found[process.pid] = process
                 found.update({child.pid: child for child in process.children(recursive=True)})
-            elif process.environ().get("RAY_SERVE_HAPROXY_SERVER_STATE_BASE", "").startswith(marker):
-                found[process.pid] = process
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     found.pop(os.getpid(), None)
     return list(found.values())
+
+
+def _belongs(process: psutil.Process, head: RayHead, marker: str) -> bool:
+    if process.pid == head.pid:
+        return head.is_alive
+    line = process.cmdline()
+    if any(marker in argument for argument in line):
+        # Somebody reading a log in that folder is none of ours.
+        return any("ray" in argument or "haproxy" in argument for argument in line[:3])
+    state_base: str = process.environ().get("RAY_SERVE_HAPROXY_SERVER_STATE_BASE", "")
+    return state_base.startswith(marker)

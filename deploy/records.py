@@ -1,10 +1,14 @@
 """Records of running deployments, one private file each, so that status, down and the next up find them."""
 
+import fcntl
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pdserve.cluster.base.errors import ConfigError
 from pdserve.deploy.ray_head import RayHead
 
 
@@ -49,7 +53,24 @@ class RecordStore:
             fields = json.loads(self._path(name).read_text())
         except FileNotFoundError:
             return None
-        return DeploymentRecord(**fields)
+        try:
+            return DeploymentRecord(**fields)
+        except TypeError as error:
+            raise ConfigError(
+                f"{self._path(name)} was written by another version of pdserve: stop that deployment with it, "
+                f"or end process {fields.get('head_pid')} and delete the file"
+            ) from error
+
+    @contextmanager
+    def locked(self, name: str) -> Iterator[None]:
+        """Hold the deployment's lock: two starts of one name would overwrite each other's record."""
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with (self._folder / f"{name}.lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(f"deployment {name!r} is being started by another command") from error
+            yield
 
     def names(self) -> list[str]:
         """Return the recorded deployments."""

@@ -1,13 +1,15 @@
 """A deployment that runs: reach it, ask it, take it down. Loads Ray, but no model code."""
 
 import logging
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import ray
 from ray import serve
 
 from pdserve.cluster.base.config import state_dir
-from pdserve.cluster.base.errors import ConfigError
+from pdserve.cluster.base.errors import ConfigError, RetryableError
 from pdserve.cluster.base.worker_info import ClusterStatus
 from pdserve.deploy.locator import CONTROLLER_NAME, namespace_of
 from pdserve.deploy.ray_head import stop_head
@@ -23,20 +25,27 @@ Say = Callable[[str], None]
 
 
 def connect(record: DeploymentRecord) -> None:
-    """Connect this process to the deployment's Ray; fine if it is."""
-    if not ray.is_initialized():
+    """Connect this process to the deployment's Ray; fine if it is. Raises RetryableError if it does not answer."""
+    if ray.is_initialized():
+        return
+    try:
         ray.init(
             address=record.ray_address,
             namespace=namespace_of(record.name),
             logging_level=logging.ERROR,
             log_to_driver=False,
         )
+    except (ConnectionError, ray.exceptions.RayError) as error:
+        raise RetryableError(f"the deployment's Ray at {record.ray_address} does not answer: {error}") from error
 
 
 def deployment_status(record: DeploymentRecord) -> ClusterStatus:
-    """Return what the controller knows; this process must be connected."""
-    controller = ray.get_actor(CONTROLLER_NAME, namespace_of(record.name))
-    status: ClusterStatus = ray.get(controller.status.remote(), timeout=STATUS_TIMEOUT_S)
+    """Return what the controller knows; this process must be connected. Raises RetryableError while it is away."""
+    try:
+        controller = ray.get_actor(CONTROLLER_NAME, namespace_of(record.name))
+        status: ClusterStatus = ray.get(controller.status.remote(), timeout=STATUS_TIMEOUT_S)
+    except (ray.exceptions.RayError, ValueError) as error:
+        raise RetryableError(f"the controller does not answer: {type(error).__name__}: {error}") from error
     return status
 
 
@@ -57,6 +66,17 @@ def refuse_running(name: str) -> None:
         raise ConfigError(
             f"deployment {name!r} is already running at {record.url}; `pdserve down --name {name}` stops it"
         )
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ignore SIGINT and SIGTERM: a second Ctrl-C in a clean-up, whose steps are bounded, would leave things behind."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def take_down(name: str, say: Say) -> bool:

@@ -182,10 +182,50 @@ def _parse(kind: type[Body], raw: object) -> Body:
             param=name,
             code="unsupported_parameter",
         )
+    _refuse_mixed_lists(given)
+    if "messages" in given:
+        given["messages"] = _without_nulls(given["messages"])
     try:
         return kind.model_validate(given)
     except ValidationError as error:
         raise _explain(error) from error
+
+
+def _without_nulls(value: object) -> object:
+    """Drop null fields of messages and their parts: OpenAI's clients send back whole answers, `"refusal": null` too."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return value
+
+
+def _refuse_mixed_lists(given: dict[object, object]) -> None:
+    """Refuse bad long lists at their first bad element.
+
+    pydantic would collect a complaint for every element and every form that a prompt may have: seconds and gigabytes
+    for a body of a few hundred kilobytes.
+    """
+    for field, most in (("stop", MAX_STOP_STRINGS), ("messages", MAX_MESSAGES)):
+        value = given.get(field)
+        if isinstance(value, list) and len(value) > most:
+            raise InvalidRequestError(f"{field} holds {len(value)} entries; at most {most} are allowed", param=field)
+    prompt = given.get("prompt")
+    if not isinstance(prompt, list) or not prompt:
+        return
+    kind = type(prompt[0])
+    if kind not in (int, str, list):
+        raise InvalidRequestError(
+            "prompt must be a text, a list of texts, token ids, or a list of them", param="prompt"
+        )
+    if kind is not int and len(prompt) > MAX_PROMPTS:
+        raise InvalidRequestError(
+            f"prompt holds {len(prompt)} prompts; at most {MAX_PROMPTS} are allowed", param="prompt"
+        )
+    for entry in (prompt, *(prompt if kind is list else ())):
+        wanted = kind if entry is prompt else int
+        if not isinstance(entry, list) or any(type(item) is not wanted for item in entry):
+            raise InvalidRequestError(f"prompt mixes {wanted.__name__} with other types", param="prompt")
 
 
 def _is_off(key: object, value: object) -> bool:

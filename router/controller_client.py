@@ -82,9 +82,7 @@ class ControllerClient:
         self._routes[number] = answer
         query = RouteQuery(
             query_id=number,
-            request_id=request.request_id,
             num_prompt_tokens=len(request.prompt_token_ids) + len(request.resume_token_ids),
-            max_tokens=request.sampling.max_tokens,
             excluded=excluded,
         )
         try:

@@ -57,11 +57,15 @@ class Detokenizer:
         if pending.endswith(REPLACEMENT):
             if len(self._token_ids) - self._read <= MAX_HELD_TOKENS:
                 return ""
-            certain = pending[:-MAX_PARTIAL]
-            self._emitted += len(certain)
-            return certain
+            return self._give_up_on(pending)
         if pending:
             self._context = self._read
             self._read = len(self._token_ids)
             self._emitted = 0
         return pending
+
+    def _give_up_on(self, pending: str) -> str:
+        """Let out all but what one unfinished character may have shown, and decode only the last tokens from now on."""
+        self._context = self._read = len(self._token_ids) - MAX_HELD_TOKENS
+        self._emitted = max(0, len(self._decoder.decode(self._token_ids[self._context :])) - MAX_PARTIAL)
+        return pending[:-MAX_PARTIAL]

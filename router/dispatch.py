@@ -40,6 +40,7 @@ class RequestStream:
         self.route = route
         self.next_index = len(request.resume_token_ids)
         self.has_ended = False
+        self.is_over_at_worker = False
         self._timeout_s = timeout_s
         self._events: asyncio.Queue[TokenDelta | PdserveError] = asyncio.Queue()
         self._first: TokenDelta | None = None
@@ -51,6 +52,7 @@ class RequestStream:
 
     def deliver(self, delta: TokenDelta) -> None:
         """Take a delta from the channel; tokens already known are cut off."""
+        self.is_over_at_worker |= delta.finish_reason is not None
         if self.has_ended:
             return
         known = self.next_index - delta.index
@@ -142,7 +144,7 @@ class WorkerLink:
     def release(self, stream: RequestStream) -> None:
         """Forget a stream; if it has not ended, tell the worker to stop."""
         held = self._streams.pop(stream.key, None)
-        if held is None or stream.has_ended or self._channel is None:
+        if held is None or stream.is_over_at_worker or self._channel is None:
             return
         stream.has_ended = True
         request_id, attempt = stream.key
@@ -181,8 +183,9 @@ class WorkerLink:
                     stream = self._streams.get((delta.request_id, delta.attempt))
                     if stream is not None:
                         stream.deliver(delta)
-            case Busy(request_id=request_id, attempt=attempt, reason=reason):
-                self._fail((request_id, attempt), OverloadedError(reason))
+            case Busy(request_id=request_id, attempt=attempt, reason=reason, is_overloaded=is_overloaded):
+                error = OverloadedError(reason) if is_overloaded else NoWorkerError(reason)
+                self._fail((request_id, attempt), error)
             case NotFound(request_id=request_id, attempt=attempt):
                 self._fail((request_id, attempt), WorkerLostError("the worker no longer holds the request"))
             case _:
@@ -191,6 +194,7 @@ class WorkerLink:
     def _fail(self, key: Key, error: PdserveError) -> None:
         stream = self._streams.get(key)
         if stream is not None:
+            stream.is_over_at_worker = True
             stream.fail(error)
 
     def _fail_all(self, cause: str) -> None:
@@ -268,7 +272,7 @@ class Dispatcher:
             try:
                 link.send(stream)
                 await stream.wait_first()
-            except (OverloadedError, ChannelClosedError) as error:
+            except (OverloadedError, NoWorkerError, ChannelClosedError) as error:
                 refusal = error
                 link.release(stream)
                 continue

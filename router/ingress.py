@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 
 from pdserve.cluster.base.clock import SystemClock
 from pdserve.cluster.base.config import IngressConfig
-from pdserve.cluster.base.errors import InvalidRequestError, PdserveError
+from pdserve.cluster.base.errors import EngineError, InvalidRequestError, PdserveError, WorkerLostError
 from pdserve.cluster.base.ids import IngressId, RequestId
 from pdserve.cluster.base.logs import configure_logging
 from pdserve.cluster.base.metrics import IngressMetrics, merge_metrics
@@ -194,7 +194,9 @@ class _Service:
         status, body, headers = describe_error(error)
         if status == 500:
             logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        self._metrics.rejected.labels(str(status)).inc()
+        if not isinstance(error, EngineError | WorkerLostError):
+            # Those two ended in the engine, and are counted as endings.
+            self._metrics.rejected.labels(str(status)).inc()
         return JSONResponse(body, status_code=status, headers=headers)
 
     # Steps of a generation.
@@ -243,7 +245,6 @@ class _Service:
     def _engine_request(
         self, request_id: RequestId, ids: tuple[int, ...], body: GenerationBody, default_tokens: int | None, param: str
     ) -> EngineRequest:
-        self._metrics.prompt_tokens.inc(len(ids))
         seed = body.seed if body.seed is not None else secrets.randbits(63)
         return EngineRequest(
             request_id=request_id,
@@ -262,6 +263,7 @@ class _Service:
 
     async def _answer(self, plan: AnswerPlan, shape: Shape, body: GenerationBody) -> Response:
         # Placed here, so that an error before the first token is an HTTP status, not an event.
+        self._metrics.prompt_tokens.inc(sum(len(request.prompt_token_ids) for request in plan.requests))
         answer = await self._answers.start(plan)
         if body.stream:
             events = stream_events(answer, shape, wants_usage=body.wants_usage_chunk)

@@ -50,7 +50,7 @@ class Tokenizer:
             if not prompt:
                 raise InvalidRequestError(f"{param} is empty", param=param)
             self._refuse_hopeless(prompt, param)
-            ids = self._encode(prompt, add_special_tokens=True)
+            ids = self._encode(prompt, param, add_special_tokens=True)
             if len(ids) > 1 and ids[0] == ids[1] == self._bos_token_id:
                 ids = ids[1:]
         else:
@@ -75,7 +75,7 @@ class Tokenizer:
             text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         except (TemplateError, ValueError, TypeError) as error:
             raise InvalidRequestError(f"messages: the chat template refuses them: {error}", param="messages") from error
-        return tuple(self._encode(text, add_special_tokens=False))
+        return tuple(self._encode(text, "messages", add_special_tokens=False))
 
     def output_limit(self, num_prompt_tokens: int, max_tokens: int | None, default: int | None, param: str) -> int:
         """Return how many tokens may be generated; `default` None means all that fit.
@@ -102,11 +102,11 @@ class Tokenizer:
             )
         return max_tokens
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (UnicodeEncodeError, TypeError) as error:
-            raise InvalidRequestError("the text holds lone surrogates", param="prompt") from error
+            raise InvalidRequestError(f"{param} holds lone surrogates", param=param) from error
         return ids
 
     def _refuse_hopeless(self, text: str, param: str) -> None:
@@ -120,8 +120,8 @@ class Tokenizer:
 
 
 def plain_chat(messages: Sequence[ChatMessage]) -> str:
-    """Return the fallback rendering: one `Name: text` line a message, then `Assistant:`."""
-    lines = [f"{FALLBACK_NAMES[message.role]}: {message.text}" for message in messages]
+    """Return the fallback rendering: one `Name: text` line a message, then `Assistant:`; a given name replaces ours."""
+    lines = [f"{message.name or FALLBACK_NAMES[message.role]}: {message.text}" for message in messages]
     return "\n".join([*lines, "Assistant:"])
 
 

@@ -6,6 +6,7 @@ Thin on purpose. Life cycle only: nothing of a request passes through Ray.
 import asyncio
 import logging
 import os
+import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,8 @@ from pdserve.workers.assembly import AssembledEngine, assemble_engine
 from pdserve.workers.worker import Worker, WorkerSettings
 
 logger = logging.getLogger(__name__)
+
+SWITCH_INTERVAL_S = 0.0005
 
 
 class WorkerActor:
@@ -36,6 +39,8 @@ class WorkerActor:
         resolve_controller: Callable[[], Awaitable[Endpoint]],
     ) -> None:
         configure_logging()
+        # The engine thread holds the GIL between kernels; the loop must not wait the default 5 ms for it.
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._worker_id = worker_id
         self._config = config
         self._served_name = served_name

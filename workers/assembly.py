@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import numba
 import psutil
 import torch
 
@@ -96,8 +97,18 @@ def available_memory_bytes() -> int:
     available: int = psutil.virtual_memory().available
     limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
     if limit is not None and used is not None:
-        available = min(available, limit - used)
+        available = min(available, limit - used + _cgroup_file_bytes())
     return available
+
+
+def _cgroup_file_bytes() -> int:
+    """Page cache counted in memory.current; the kernel gives it back under pressure."""
+    try:
+        lines = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    fields = dict(line.split(" ", 1) for line in lines)
+    return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
 
 
 def _cgroup_bytes(name: str) -> int | None:
@@ -142,6 +153,8 @@ def assemble_engine(
     memory = plan_memory(spec, config, max_model_len)
     logger.info("memory: %s", memory)
     device = torch.device(config.device)
+    # Its other layers abort the process, or cost more, when two threads call kernels at once.
+    numba.config.THREADING_LAYER = "omp"
     # Packing probes kernels at the thread count that will run them.
     torch.set_num_threads(num_threads)
     model = load_model(
@@ -153,6 +166,7 @@ def assemble_engine(
     numerics = runner.self_test()
     if numerics.note:
         logger.warning("tolerance class: %s", numerics.note)
+    token_s = runner.warm_up()
     engine = Engine(
         SchedulerSettings(
             block_size=config.block_size,
@@ -167,6 +181,7 @@ def assemble_engine(
         num_blocks=memory.num_blocks,
         clock=clock,
     )
+    engine.times.full_s = token_s * config.max_batch_tokens
     return AssembledEngine(
         engine=engine,
         runner=runner,

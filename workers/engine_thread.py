@@ -82,7 +82,7 @@ class EngineThread:
             num_prefilled_tokens=scheduler.num_prefilled_tokens,
             num_preemptions=scheduler.num_preemptions,
             has_runnable_work=self._is_stepping or bool(self._inbox),
-            predicted_step_s=max(times.mean_s, times.last_s),
+            predicted_step_s=times.predicted_s,
         )
 
     def _put(self, item: Request | tuple[RequestId, int]) -> None:

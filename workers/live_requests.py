@@ -3,7 +3,8 @@
     LIVE ── channel closes ──▶ ORPHANED ── reclaimed in time ──▶ LIVE
                                   └────── not reclaimed ────────▶ dropped (the engine aborts it)
 
-Emitted tokens are kept until the ending is delivered, so a reclaiming ingress misses none and gets none twice.
+Emitted tokens are kept for a while after the ending was sent: what was written to a connection that then broke may not
+have arrived. So a reclaiming ingress misses nothing and gets nothing twice.
 """
 
 from collections.abc import Iterable
@@ -23,17 +24,20 @@ class _Live:
     token_ids: list[int] = field(default_factory=list)
     ending: TokenDelta | None = None
     orphaned_time: float = 0.0
+    ended_time: float = 0.0
 
 
 class LiveRequests:
     """Routes token deltas to channels."""
 
-    def __init__(self, *, reclaim_s: float) -> None:
+    def __init__(self, *, reclaim_s: float, keep_s: float) -> None:
         self._reclaim_s = reclaim_s
+        self._keep_s = keep_s
         self._live: dict[Key, _Live] = {}
 
     def __len__(self) -> int:
-        return len(self._live)
+        """Requests that have not ended."""
+        return sum(live.ending is None for live in self._live.values())
 
     def add(self, request: Request, channel: ChannelId) -> bool:
         """Take a request in; False if that attempt is already here."""
@@ -49,24 +53,23 @@ class LiveRequests:
         return None if live is None else live.channel
 
     def drop(self, key: Key) -> bool:
-        """Forget a request; False if it was not here."""
-        return self._live.pop(key, None) is not None
+        """Forget a request; False if it was not here, or had ended."""
+        live = self._live.pop(key, None)
+        return live is not None and live.ending is None
 
-    def deliver(self, deltas: Iterable[TokenDelta]) -> dict[ChannelId, list[TokenDelta]]:
+    def deliver(self, deltas: Iterable[TokenDelta], now: float) -> dict[ChannelId, list[TokenDelta]]:
         """Record deltas; return what to send, by channel. Deltas of unknown requests are dropped."""
         outgoing: dict[ChannelId, list[TokenDelta]] = {}
         for delta in deltas:
             key = (delta.request_id, delta.attempt)
             live = self._live.get(key)
-            if live is None:
+            if live is None or live.ending is not None:
                 continue
             live.token_ids.extend(delta.token_ids)
             if delta.finish_reason is not None:
-                live.ending = delta
+                live.ending, live.ended_time = delta, now
             if live.channel is not None:
                 outgoing.setdefault(live.channel, []).append(delta)
-                if live.ending is not None:
-                    del self._live[key]
         return outgoing
 
     def channel_closed(self, channel: ChannelId, now: float) -> int:
@@ -86,21 +89,31 @@ class LiveRequests:
         missed = tuple(live.token_ids[next_index - live.first_index :])
         if live.ending is None:
             return TokenDelta(request_id=key[0], attempt=key[1], sample=0, index=next_index, token_ids=missed)
-        del self._live[key]
         return replace(live.ending, index=next_index, token_ids=missed)
 
     def reap(self, now: float) -> list[Key]:
-        """Drop the requests that nobody reclaimed in time; return them, so that the engine aborts them."""
+        """Drop the requests that nobody reclaimed in time; return those that run, so that the engine aborts them."""
         overdue = [
             key
             for key, live in self._live.items()
             if live.channel is None and now - live.orphaned_time >= self._reclaim_s
         ]
+        running = [key for key in overdue if self._live[key].ending is None]
         for key in overdue:
             del self._live[key]
-        return overdue
+        return running
 
-    def fail_all(self, cause: str) -> dict[ChannelId, list[TokenDelta]]:
+    def forget_ended(self, now: float) -> None:
+        """Forget what ended long enough ago."""
+        overdue = [
+            key
+            for key, live in self._live.items()
+            if live.ending is not None and live.channel is not None and now - live.ended_time >= self._keep_s
+        ]
+        for key in overdue:
+            del self._live[key]
+
+    def fail_all(self, cause: str, now: float) -> dict[ChannelId, list[TokenDelta]]:
         """End every request with an error; return what to send, by channel."""
         endings = [
             TokenDelta(
@@ -113,7 +126,6 @@ class LiveRequests:
                 error=cause,
             )
             for (request_id, attempt), live in self._live.items()
+            if live.ending is None
         ]
-        outgoing = self.deliver(endings)
-        self._live.clear()
-        return outgoing
+        return self.deliver(endings, now)

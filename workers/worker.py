@@ -35,6 +35,8 @@ from pdserve.workers.live_requests import LiveRequests
 logger = logging.getLogger(__name__)
 
 RECLAIM_S = 1.0
+KEEP_ENDED_S = 6.0
+"""Longer than a broken connection takes to be noticed by silence."""
 REPORT_INTERVAL_S = 0.1
 STOP_TIMEOUT_S = 5.0
 
@@ -60,7 +62,7 @@ class Worker:
         self._settings = settings
         self._describe = describe
         self._loop = asyncio.get_running_loop()
-        self._live = LiveRequests(reclaim_s=RECLAIM_S)
+        self._live = LiveRequests(reclaim_s=RECLAIM_S, keep_s=KEEP_ENDED_S)
         self._channels: dict[int, Channel] = {}
         self._metrics = WorkerMetrics()
         self._counted = WorkerLoad()
@@ -153,15 +155,18 @@ class Worker:
                 channel.close(f"unexpected {type(message).__name__} from an ingress")
 
     def _generate(self, channel: Channel, request: Request) -> None:
-        reason = None
         if self._failure is not None:
-            reason = f"the engine failed: {self._failure}"
-        elif not self._live.add(request, id(channel)):
-            reason = "this attempt is already here"
-        if reason is None:
+            self._busy(channel, request, f"the engine failed: {self._failure}", is_overloaded=False)
+        elif self._live.add(request, id(channel)):
             self._thread.submit(request)
         else:
-            self._post(channel, Busy(request_id=request.request_id, attempt=request.attempt, reason=reason))
+            self._busy(channel, request, "this attempt is already here", is_overloaded=False)
+
+    def _busy(self, channel: Channel, request: Request, reason: str, *, is_overloaded: bool) -> None:
+        message = Busy(
+            request_id=request.request_id, attempt=request.attempt, reason=reason, is_overloaded=is_overloaded
+        )
+        self._post(channel, message)
 
     def _reap(self) -> None:
         for request_id, attempt in self._live.reap(self._loop.time()):
@@ -184,8 +189,9 @@ class Worker:
             self._metrics.step_time.observe(result.step_s)
         for queue_s in result.queue_s:
             self._metrics.queue_time.observe(queue_s)
-        self._count_endings(result.deltas)
-        self._send(self._live.deliver(result.deltas))
+        if self._count_endings(result.deltas):
+            self._loop.call_later(KEEP_ENDED_S * 1.01, self._forget_ended)
+        self._send(self._live.deliver(result.deltas, self._loop.time()))
 
     def _refuse(self, request: Request, error: Exception) -> None:
         key = (request.request_id, request.attempt)
@@ -193,10 +199,7 @@ class Worker:
             channel = self._live.channel_of(key)
             self._live.drop(key)
             if channel is not None:
-                self._post(
-                    self._channels[channel],
-                    Busy(request_id=request.request_id, attempt=request.attempt, reason=str(error)),
-                )
+                self._busy(self._channels[channel], request, str(error), is_overloaded=True)
             return
         ending = TokenDelta(
             request_id=request.request_id,
@@ -208,17 +211,21 @@ class Worker:
             error=str(error),
         )
         self._count_endings([ending])
-        self._send(self._live.deliver([ending]))
+        self._send(self._live.deliver([ending], self._loop.time()))
 
     def _fail(self, cause: str) -> None:
         self._failure = cause
-        self._send(self._live.fail_all(f"the engine failed: {cause}"))
+        self._send(self._live.fail_all(f"the engine failed: {cause}", self._loop.time()))
         self._controller.report_failure(cause)
 
-    def _count_endings(self, deltas: Sequence[TokenDelta]) -> None:
-        for delta in deltas:
-            if delta.finish_reason is not None:
-                self._metrics.ended.labels(delta.finish_reason.value).inc()
+    def _forget_ended(self) -> None:
+        self._live.forget_ended(self._loop.time())
+
+    def _count_endings(self, deltas: Sequence[TokenDelta]) -> int:
+        endings = [delta.finish_reason for delta in deltas if delta.finish_reason is not None]
+        for reason in endings:
+            self._metrics.ended.labels(reason.value).inc()
+        return len(endings)
 
     def _send(self, outgoing: dict[int, list[TokenDelta]]) -> None:
         for channel, deltas in outgoing.items():
@@ -287,5 +294,10 @@ class ControllerLink:
             await asyncio.sleep(REPORT_INTERVAL_S)
 
     def _post(self, message: Message) -> None:
-        if self._channel is not None and self._channel.is_open:
+        if self._channel is None:
+            return
+        try:
             self._channel.post(message)
+        except ChannelClosedError as error:
+            # The channel is about to be reported closed; registration tells everything again.
+            logger.debug("a message to the controller could not be posted: %s", error)

@@ -128,7 +128,7 @@ class ChannelConfig(_Section):
 class RayConfig(_Section):
     """The Ray cluster that `pdserve up` starts."""
 
-    num_cpus: float | None = Field(default=None, gt=0)
+    num_cpus: int | None = Field(default=None, ge=1)
     """CPUs the head offers; by default the machine's."""
     start_timeout_s: float = Field(default=60.0, gt=0)
     """How long the head may take to answer."""

@@ -58,11 +58,12 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Busy:
-    """The worker cannot take the request (queue full, draining, failed); nothing of it is kept."""
+    """The worker cannot take the request; nothing of it is kept. Not overloaded means that it serves nothing."""
 
     request_id: RequestId
     attempt: int
     reason: str
+    is_overloaded: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,9 +125,7 @@ class RouteQuery:
     """Where should this request go?"""
 
     query_id: int
-    request_id: RequestId
     num_prompt_tokens: int
-    max_tokens: int
     excluded: tuple[WorkerId, ...] = ()
 
 

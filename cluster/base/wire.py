@@ -108,11 +108,17 @@ class Channel:
 
     async def run(self, handler: ChannelHandler) -> str:
         """Deliver messages to `handler` until the channel ends; return why it ended."""
-        handler.channel_opened(self)
         heartbeat = asyncio.create_task(self._beat())
         reason = "cancelled"
         try:
+            handler.channel_opened(self)
             reason = await self._read_frames(handler)
+        except ChannelClosedError as error:
+            # A handler posted to a connection that had just gone.
+            reason = str(error)
+        except Exception as error:
+            logger.exception("a handler failed on the channel to %s", self.peer)
+            reason = f"a handler failed: {type(error).__name__}"
         finally:
             heartbeat.cancel()
             self.close(reason)
@@ -196,7 +202,8 @@ class ChannelServer:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
-        peer = "{}:{}".format(*writer.get_extra_info("peername")[:2])
+        # None if the peer is gone already.
+        peer = "{}:{}".format(*(writer.get_extra_info("peername") or ("nobody", 0))[:2])
         try:
             async with asyncio.timeout(self._settings.connect_s):
                 await _greet_as_server(reader, writer, self._settings.token)

@@ -8,6 +8,8 @@ LeastLoaded.
 import asyncio
 import logging
 import os
+from collections.abc import Coroutine
+from typing import Any
 
 import ray
 
@@ -74,7 +76,8 @@ class Controller:
         self._is_stopping = False
         self._view_wanted = asyncio.Event()
         self._endpoint: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
-        self._tasks = [asyncio.create_task(self._run(), name="controller")]
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._remember(self._run())
 
     # Called through Ray: life cycle and status only.
 
@@ -103,22 +106,36 @@ class Controller:
         try:
             for worker_id in await asyncio.to_thread(self._launcher.running):
                 self._membership.adopt(worker_id)
+                self._remember(self._watch_start(worker_id))
             self._endpoint.set_result(await self._server.start(self._host))
-            self._tasks.append(asyncio.create_task(self._publish_views(), name="views"))
-            while not self._is_stopping:
-                for instruction in self._membership.tick():
-                    await self._execute(instruction)
-                await asyncio.sleep(TICK_S)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._publish_views(), name="views")
+                group.create_task(self._tick(), name="membership")
         except Exception:
-            # Ray restarts the actor; a controller that has lost its loop must not linger.
             logger.exception("the controller's loop failed")
-            os._exit(1)
+            os._exit(1)  # Ray restarts the actor
+
+    async def _tick(self) -> None:
+        while not self._is_stopping:
+            for instruction in self._membership.tick():
+                await self._execute(instruction)
+            await asyncio.sleep(TICK_S)
+
+    async def _watch_start(self, worker_id: WorkerId) -> None:
+        """Bury a worker that cannot load, or dies while it does, with its cause; do not wait for the deadline."""
+        try:
+            await self._launcher.wait_started(worker_id)
+        except ray.exceptions.RayError as error:
+            cause = str(getattr(error, "cause", None) or error).strip().splitlines()[-1]
+            for instruction in self._membership.failed_to_start(worker_id, cause):
+                await self._execute(instruction)
 
     async def _execute(self, instruction: Instruction) -> None:
         self._view_wanted.set()
         try:
             if isinstance(instruction, StartWorker):
                 await asyncio.to_thread(self._launcher.start, instruction.worker_id)
+                self._remember(self._watch_start(instruction.worker_id))
                 return
             logger.warning("worker_id=%s removed: %s", instruction.worker_id, instruction.cause)
             self._placement.forget(instruction.worker_id)
@@ -155,7 +172,8 @@ class Controller:
         """See ChannelHandler."""
         self._ingresses.discard(channel)
         worker = self._workers.pop(channel, None)
-        if worker is not None:
+        # A worker that is back over a new channel is not lost when its old one ends.
+        if worker is not None and worker not in self._workers.values():
             logger.warning("worker_id=%s channel closed: %s", worker[0], reason)
             self._membership.lost(*worker)
             self._view_wanted.set()
@@ -193,7 +211,7 @@ class Controller:
         if not self._membership.registered(info, message.load):
             logger.warning("worker_id=%s is not of this deployment's present workers: removed", info.worker_id)
             channel.close("unknown worker")
-            self._remember(asyncio.create_task(asyncio.to_thread(self._launcher.remove, info.worker_id)))
+            self._remember(asyncio.to_thread(self._launcher.remove, info.worker_id))
             return
         logger.info("worker_id=%s is ready: %s", info.worker_id, info.numerics_class)
         self._workers[channel] = (info.worker_id, info.incarnation)
@@ -202,11 +220,18 @@ class Controller:
 
     def _carry_out(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
-            self._remember(asyncio.create_task(self._execute(instruction)))
+            self._remember(self._execute(instruction))
 
-    def _remember(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.append(task)
-        task.add_done_callback(self._tasks.remove)
+    def _remember(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` in the background; a failure is logged, never lost."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("background work of the controller failed", exc_info=task.exception())
 
     def _post(self, channel: Channel, message: Message) -> None:
         try:

@@ -4,6 +4,7 @@ Workers and their placement groups are named and detached: with a normal life th
 carry the worker id, so a restarted controller finds them. Everything here blocks; the controller calls it in a thread.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable
 
@@ -50,6 +51,14 @@ class Launcher:
             },
         )
         logger.info("worker_id=%s created", worker_id)
+
+    async def wait_started(self, worker_id: WorkerId) -> None:
+        """Return when the worker serves. Raises what its loading raised (as RayError), or its death."""
+        try:
+            actor = await asyncio.to_thread(ray.get_actor, self._prefix + worker_id, self._namespace)
+        except ValueError:
+            return  # removed in the meantime
+        await actor.wait_started.remote()
 
     def remove(self, worker_id: WorkerId) -> None:
         """Kill a worker and remove its placement group; fine if either is gone."""

@@ -127,6 +127,13 @@ class Membership:
         """The worker cannot serve any more."""
         return self._bury(worker_id, cause)
 
+    def failed_to_start(self, worker_id: WorkerId, cause: str) -> list[Instruction]:
+        """The worker's process ended, or its loading raised, before it registered."""
+        member = self._members.get(worker_id)
+        if member is None or member.state is not WorkerState.STARTING:
+            return []
+        return self._bury(worker_id, f"did not start: {cause}")
+
     def tick(self) -> list[Instruction]:
         """Apply deadlines and fill up to the target."""
         now = self._clock.now()

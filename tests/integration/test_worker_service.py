@@ -178,7 +178,7 @@ async def test_an_engine_exception_ends_requests_with_its_cause_and_marks_the_wo
         runner.gate.set()
         assert await asyncio.gather(*tasks) == ["the engine failed: RuntimeError: the model exploded"] * 5
         await eventually(lambda: any("the model exploded" in text for text in controller.failures), "reported")
-        with pytest.raises(OverloadedError, match="the model exploded"):
+        with pytest.raises(NoWorkerError, match="the model exploded"):
             await generate(dispatcher, make_request("late", [10]))
 
 

@@ -19,7 +19,7 @@ RUN = 16
 
 
 @numba.njit(nogil=True, fastmath={"contract", "nsz", "reassoc"})
-def _dot(query, token, head, kv, block, kv_head, offset):  # type: ignore[no-untyped-def]
+def _dot(query, token, head, kv, block, kv_head, offset):  # type: ignore[no-untyped-def]  # numba infers the types
     total = np.float32(0.0)
     for d in range(query.shape[2]):
         total += query[token, head, d] * kv[block, 0, kv_head, offset, d]
@@ -27,7 +27,7 @@ def _dot(query, token, head, kv, block, kv_head, offset):  # type: ignore[no-unt
 
 
 @numba.njit(nogil=True, parallel=True, cache=True, fastmath={"contract", "nsz"})
-def _attend(query, kv, table, positions, item_rows, item_starts, item_ends, window, scale, out):  # type: ignore[no-untyped-def]
+def _attend(query, kv, table, positions, item_rows, item_starts, item_ends, window, scale, out):  # type: ignore[no-untyped-def]  # numba infers the types
     num_kv_heads, block_size, size = kv.shape[2], kv.shape[3], kv.shape[4]
     heads_per_kv = query.shape[1] // num_kv_heads
     for work in numba.prange(item_rows.shape[0] * num_kv_heads):

@@ -11,10 +11,17 @@ from pdserve.workers.model.runner import ModelRunner
 
 @dataclass(slots=True)
 class StepTimes:
-    """Duration of the last step, and a running mean used to predict the next."""
+    """Duration of the last step, and what to expect of the next."""
 
     last_s: float = 0.0
     mean_s: float = 0.0
+    full_s: float = 0.0
+    """A step that fills the token budget, measured at load."""
+
+    @property
+    def predicted_s(self) -> float:
+        """The longest that the next step should take."""
+        return max(self.last_s, self.mean_s, self.full_s)
 
     def observe(self, duration_s: float) -> None:
         """Take one measured step in; the mean forgets with factor 0.9."""

@@ -23,7 +23,7 @@ _NUCLEUS_SHARES = (1e-2, 1e-4, 1e-6, 0.0)
 
 
 @numba.njit(nogil=True, cache=True)
-def philox_uniform(seed, sample, position):  # type: ignore[no-untyped-def]
+def philox_uniform(seed, sample, position):  # type: ignore[no-untyped-def]  # numba infers the types
     """Return a uniform in [0, 1) with 53 bits for (seed, sample, position), all uint64."""
     c0, c1 = position & _MASK, position >> _SHIFT
     c2, c3 = sample & _MASK, sample >> _SHIFT
@@ -36,7 +36,7 @@ def philox_uniform(seed, sample, position):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True)
-def _tiled_sum(weights):  # type: ignore[no-untyped-def]
+def _tiled_sum(weights):  # type: ignore[no-untyped-def]  # numba infers the types
     total = 0.0
     for start in range(0, weights.shape[0], SUM_TILE):
         partial = 0.0
@@ -47,7 +47,7 @@ def _tiled_sum(weights):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True)
-def _keep_top_k(weights, top_k):  # type: ignore[no-untyped-def]
+def _keep_top_k(weights, top_k):  # type: ignore[no-untyped-def]  # numba infers the types
     """Zero all but the `top_k` largest weights; equal weights at the border keep the lower ids."""
     if top_k <= 0 or top_k >= weights.shape[0]:
         return
@@ -67,7 +67,7 @@ def _keep_top_k(weights, top_k):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True)
-def _keep_top_p(weights, top_p):  # type: ignore[no-untyped-def]
+def _keep_top_p(weights, top_p):  # type: ignore[no-untyped-def]  # numba infers the types
     """Zero all but the smallest set of largest weights whose share reaches `top_p`."""
     if top_p >= 1.0:
         return
@@ -93,7 +93,7 @@ def _keep_top_p(weights, top_p):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True)
-def _draw(weights, uniform):  # type: ignore[no-untyped-def]
+def _draw(weights, uniform):  # type: ignore[no-untyped-def]  # numba infers the types
     """Return the first id whose cumulative weight exceeds uniform × total."""
     target = uniform * _tiled_sum(weights)
     before = 0.0
@@ -111,7 +111,7 @@ def _draw(weights, uniform):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True)
-def _sample_row(logits, temperature, top_k, top_p, min_p, seed, position):  # type: ignore[no-untyped-def]
+def _sample_row(logits, temperature, top_k, top_p, min_p, seed, position):  # type: ignore[no-untyped-def]  # numba infers the types
     peak = logits.max()
     weights = np.empty(logits.shape[0], np.float64)
     for token in range(logits.shape[0]):

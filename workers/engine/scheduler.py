@@ -119,14 +119,6 @@ class Scheduler:
         self._finish(sequence)
         return True
 
-    def abort_all(self) -> list[Key]:
-        """Drop every request; return what was dropped."""
-        keys = list(self._sequences)
-        self._planned.clear()
-        for request_id, attempt in keys:
-            self.abort(request_id, attempt)
-        return keys
-
     def schedule(self) -> StepPlan | None:
         """Return the next step's plan, or None if nothing can be computed."""
         assert not self._planned, "the last plan was not finished by update"

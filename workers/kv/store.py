@@ -24,11 +24,6 @@ class KVStore:
         """Return the KV of one layer."""
         return self._layers[index]
 
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of all layers."""
-        return sum(layer.numel() * layer.element_size() for layer in self._layers)
-
 
 def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
     """Return the bytes that one more block in every group costs."""

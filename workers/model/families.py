@@ -79,7 +79,6 @@ class ModelSpec:
     has_sandwich_norms: bool
     norm_offset: float
     is_head_tied: bool
-    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
 
     @property
@@ -154,7 +153,6 @@ def read_spec(folder: Path) -> ModelSpec:
         has_sandwich_norms=family.has_sandwich_norms,
         norm_offset=family.norm_offset,
         is_head_tied=bool(config.tie_word_embeddings),
-        bos_token_id=config.bos_token_id,
         eos_token_ids=_eos_ids(folder, config),
     )
 

@@ -75,10 +75,10 @@ def import_gguf(path: Path, cache: Path, progress: Progress) -> Path:
     if (folder / "config.json").exists():
         return folder
     cache.mkdir(parents=True, exist_ok=True)
-    with _locked(cache / f"{folder.name}.lock"):
+    with locked(cache / f"{folder.name}.lock"):
         if (folder / "config.json").exists():
             return folder
-        partial = folder.with_suffix(".partial")
+        partial = cache / f"{folder.name}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         try:
@@ -106,7 +106,8 @@ def _file_key(path: Path) -> str:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
+    """Hold a file lock: of two processes that convert at once, the second waits and finds the result."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 
-PROBE_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 15, 16, 17, 23, 24, 31, 32, 33, 48, 64, 65, 96, 127, 128)
+PROBE_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 15, 16, 17, 23, 24, 31, 32, 33, 48, 64, 65, 96, 127, 128, 257, 512)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,8 @@ from pdserve.workers.model.ops import QKVParameters
 from pdserve.workers.model.rope import position_tables
 from pdserve.workers.model.torch_ops import TorchOps
 
+SELF_TEST_TOKENS = 64
+"""Positions that the self-test may use, whatever the length limit."""
 PREFIXES = ("model.", "", "model.language_model.", "language_model.model.")
 
 
@@ -38,7 +40,6 @@ class LoadedModel:
     decoder: Decoder
     head: Head
     digest: str
-    packed_bytes: int
     notes: tuple[str, ...]
 
 
@@ -70,13 +71,14 @@ class _Loader:
         self._attention = attention
         self._device = device
         self._factory = LinearFactory(linear, device)
-        self._packed_bytes = 0
         found = [prefix for prefix in PREFIXES if f"{prefix}embed_tokens.weight" in checkpoint]
         if not found:
             raise CheckpointError("the checkpoint has no tensor model.embed_tokens.weight")
         self._prefix = found[0]
+        # The self-test runs before any limit of a request applies.
+        max_position = max(max_model_len, SELF_TEST_TOKENS)
         self._tables = [
-            tuple(table.to(device) for table in position_tables(rope, spec.head_dim, max_model_len))
+            tuple(table.to(device) for table in position_tables(rope, spec.head_dim, max_position))
             for rope in spec.ropes
         ]
 
@@ -102,7 +104,6 @@ class _Loader:
             decoder=decoder,
             head=head,
             digest=self._checkpoint.digest(),
-            packed_bytes=self._packed_bytes,
             notes=tuple(notes),
         )
 
@@ -123,11 +124,7 @@ class _Loader:
                     for name, size in zip(names, sizes, strict=True)
                 ]
             )
-        return self._track(self._factory.pack(torch.cat(weights), bias))
-
-    def _track(self, linear: Linear) -> Linear:
-        self._packed_bytes += linear.memory_bytes
-        return linear
+        return self._factory.pack(torch.cat(weights), bias)
 
     def _layer(self, index: int) -> Layer:
         spec, at = self._spec, f"layers.{index}"
@@ -176,5 +173,5 @@ class _Loader:
             weight = embedding
         else:
             weight = self._checkpoint.tensor("lm_head.weight", (spec.vocab_size, spec.hidden_size))
-        tiles = [self._track(self._factory.pack(tile)) for tile in torch.split(weight, VOCABULARY_TILE)]
+        tiles = [self._factory.pack(tile) for tile in torch.split(weight, VOCABULARY_TILE)]
         return Head(tiles, spec.vocab_size)

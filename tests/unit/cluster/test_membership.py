@@ -170,3 +170,13 @@ def test_a_new_controller_does_not_wait_for_ever() -> None:
     membership.adopt(WorkerId("mixed-0"))
     clock.advance(3.5)
     assert membership.is_settled
+
+
+def test_a_failed_start_is_buried_at_once_and_only_while_starting() -> None:
+    membership, _ = make()
+    worker_id = start_one(membership)
+    (removed,) = membership.failed_to_start(worker_id, "tensor x is missing")
+    assert removed == RemoveWorker(worker_id=worker_id, cause="did not start: tensor x is missing")
+    ready = make_ready(membership)
+    assert membership.failed_to_start(ready, "its actor died later") == []
+    assert membership.view()[0].state is WorkerState.READY

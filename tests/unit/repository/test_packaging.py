@@ -128,7 +128,8 @@ def test_commands_of_the_readme_exist() -> None:
     for name in scripts:
         assert (ROOT / "scripts" / name).exists(), name
     commands = get_command(application).commands  # type: ignore[attr-defined]  # a click group
-    for name in re.findall(r"`?pdserve (\w+)", text):
+    fenced = "\n".join(text.split("```")[1::2])
+    for name in re.findall(r"^pdserve (\w+)", fenced, re.MULTILINE) + re.findall(r"`pdserve (\w+)", text):
         assert name in commands, name
     for name in re.findall(r"\]\((?!http)([^)#]+)", text):
         assert (ROOT / name).exists(), name

@@ -1,5 +1,7 @@
 """Request bodies: what is accepted, and that every refusal names its field."""
 
+import time
+
 import pytest
 
 from pdserve.cluster.base.errors import InvalidRequestError
@@ -135,3 +137,25 @@ def test_text_parts_are_joined() -> None:
 def test_a_body_that_is_no_object_is_refused(raw: object) -> None:
     with pytest.raises(InvalidRequestError, match="JSON object"):
         parse_completion(raw)
+
+
+def test_our_own_answer_can_be_sent_back_in_a_conversation() -> None:
+    answer = {"role": "assistant", "content": "Hello!", "refusal": None, "tool_calls": None, "audio": None}
+    messages = [{"role": "user", "content": "Hi"}, answer, {"role": "user", "content": "And?", "name": None}]
+    assert [message.text for message in parse_chat({"model": "m", "messages": messages}).messages] == [
+        "Hi",
+        "Hello!",
+        "And?",
+    ]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [[None] * 500_000, ["a", *[1] * 500_000], [1, *["a"] * 500_000], [[1], *[None] * 100], [["a"] * 500_000], [{}] * 9],
+)
+def test_a_long_wrong_list_is_refused_at_once(prompt: list[object]) -> None:
+    start_time = time.monotonic()
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_completion({"model": "m", "prompt": prompt})
+    assert caught.value.param == "prompt"
+    assert time.monotonic() - start_time < 0.5
