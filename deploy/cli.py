@@ -5,6 +5,7 @@ Ray and model code are loaded by the commands that need them, so help and errors
 
 import json
 import logging
+import secrets
 import signal
 import sys
 import time
@@ -12,18 +13,25 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
-import ray
 import typer
 from pydantic import TypeAdapter
 from rich.console import Console
 
-from pdserve.cluster.base.config import DeploymentConfig, cache_dir, field_help, load_config, state_dir, to_yaml
+from pdserve.cluster.base.config import (
+    DeploymentConfig,
+    authenticate_to_ray,
+    cache_dir,
+    field_help,
+    load_config,
+    state_dir,
+    to_yaml,
+)
 from pdserve.cluster.base.errors import ClientError, ConfigError, PdserveError, RetryableError
 from pdserve.cluster.base.version import VERSION
 from pdserve.cluster.base.worker_info import ClusterStatus
 from pdserve.deploy.demo import DEFAULT_PROMPT, curl_line, stream_answer
 from pdserve.deploy.guardian import Guardian
-from pdserve.deploy.records import DeploymentRecord, RecordStore
+from pdserve.deploy.records import DeploymentRecord, RecordStore, running_record
 from pdserve.deploy.screen import ProgressLines, status_table
 
 application = typer.Typer(
@@ -149,10 +157,12 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")] = False,
 ) -> None:
     """Show the workers of a running deployment and their load."""
-
-    from pdserve.deploy.running import connect, deployment_status, running_record
-
     record = running_record(name)
+    authenticate_to_ray(record.ray_token)
+    import ray
+
+    from pdserve.deploy.running import connect, deployment_status
+
     connect(record)
     try:
         found = deployment_status(record)
@@ -169,6 +179,7 @@ def status(
 @application.command()
 def down(name: Annotated[str, typer.Option("--name", help="Name of the deployment.")] = "pdserve") -> None:
     """Stop a deployment and remove everything it started."""
+    _authenticate(name)
     from pdserve.deploy.running import take_down
 
     if not take_down(name, say):
@@ -214,6 +225,8 @@ class _Running:
         self._guardian: Guardian | None = None
 
     def __enter__(self) -> DeploymentRecord:
+        ray_token = secrets.token_hex(32)
+        authenticate_to_ray(ray_token)
         from pdserve.deploy.app import Launch, prepare
 
         signal.signal(signal.SIGTERM, _interrupt)
@@ -221,7 +234,7 @@ class _Running:
             config, model = prepare(self._config, progress.show, progress.say)
             self._guardian = Guardian(config.name)
             try:
-                return Launch(config, model, progress.say).up()
+                return Launch(config, model, ray_token, progress.say).up()
             except BaseException:
                 self._guardian.release()
                 raise
@@ -234,6 +247,13 @@ class _Running:
             with uninterrupted():
                 take_down(self._config.name, say)
         self._guardian.release()
+
+
+def _authenticate(name: str) -> None:
+    """Take the token of a recorded deployment, before anything imports Ray."""
+    record = RecordStore(state_dir()).load(name)
+    if record is not None:
+        authenticate_to_ray(record.ray_token)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -260,8 +280,6 @@ def _show_urls(record: DeploymentRecord) -> None:
 def main() -> None:
     """Run the command; errors of ours are one line, without a traceback."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    # Serve announces each step; what matters of it we say ourselves.
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
         application()
     except PdserveError as error:

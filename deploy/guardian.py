@@ -7,6 +7,9 @@ without it means that the command was killed.
 import subprocess
 import sys
 
+from pdserve.cluster.base.config import authenticate_to_ray, state_dir
+from pdserve.deploy.records import RecordStore
+
 RELEASE = b"released\n"
 
 
@@ -36,7 +39,11 @@ class Guardian:
 def main(name: str) -> int:
     """Wait for the command's end."""
     if sys.stdin.buffer.read() != RELEASE:
-        # Loaded only now: it brings Ray along, and most guardians never need it.
+        record = RecordStore(state_dir()).load(name)
+        if record is None:
+            return 0
+        authenticate_to_ray(record.ray_token)
+        # Loaded only now: Ray reads its token when it is imported, and most guardians never need it.
         from pdserve.deploy.running import take_down
 
         take_down(name, lambda line: None)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from pdserve.cluster.base.config import DeploymentConfig, child_environment
+from pdserve.cluster.base.config import DeploymentConfig, child_environment, ray_authentication
 from pdserve.cluster.base.errors import ConfigError, RetryableError
 
 logger = logging.getLogger(__name__)
@@ -87,10 +87,11 @@ def _write_haproxy_wrapper(folder: Path) -> None:
     wrapper.chmod(0o755)
 
 
-def head_environment(config: DeploymentConfig, *, use_haproxy: bool, temp_dir: Path) -> dict[str, str]:
+def head_environment(config: DeploymentConfig, *, ray_token: str, use_haproxy: bool, temp_dir: Path) -> dict[str, str]:
     """Return the environment of the head; its workers, proxies and replicas inherit it."""
     settings = {
-        "RAY_AUTH_MODE": "disabled",
+        # GCS, raylet and workers listen on every interface: without it anyone who reaches them runs code here.
+        **ray_authentication(ray_token),
         "RAY_worker_niceness": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
@@ -118,7 +119,7 @@ def head_environment(config: DeploymentConfig, *, use_haproxy: bool, temp_dir: P
     return child_environment(settings)
 
 
-def launch_head(config: DeploymentConfig, *, use_haproxy: bool) -> RayHead:
+def launch_head(config: DeploymentConfig, *, ray_token: str, use_haproxy: bool) -> RayHead:
     """Start a head and return at once; `wait_head` waits for it, `stop_head` ends it."""
     # A short path: Ray puts unix sockets below it, and those are limited to 107 bytes.
     temp_dir = Path(tempfile.mkdtemp(prefix="pds-"))
@@ -138,7 +139,7 @@ def launch_head(config: DeploymentConfig, *, use_haproxy: bool) -> RayHead:
     with (temp_dir / "head.log").open("wb") as log:
         process = subprocess.Popen(
             command,
-            env=head_environment(config, use_haproxy=use_haproxy, temp_dir=temp_dir),
+            env=head_environment(config, ray_token=ray_token, use_haproxy=use_haproxy, temp_dir=temp_dir),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

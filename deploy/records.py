@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pdserve.cluster.base.config import state_dir
 from pdserve.cluster.base.errors import ConfigError
 from pdserve.deploy.ray_head import RayHead
 
@@ -24,6 +25,9 @@ class DeploymentRecord:
     url: str
     served_name: str
     token_hex: str
+    """Authenticates channels."""
+    ray_token: str
+    """Authenticates to the deployment's Ray."""
 
     @property
     def head(self) -> RayHead:
@@ -82,3 +86,22 @@ class RecordStore:
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}.json"
+
+
+def running_record(name: str) -> DeploymentRecord:
+    """Return the record of a running deployment; raises ConfigError if there is none."""
+    records = RecordStore(state_dir())
+    record = records.load(name)
+    if record is None or not record.head.is_alive:
+        known = ", ".join(records.names()) or "none"
+        raise ConfigError(f"no deployment {name!r} is running here (recorded: {known})")
+    return record
+
+
+def refuse_running(name: str) -> None:
+    """Raise ConfigError if the deployment runs already."""
+    record = RecordStore(state_dir()).load(name)
+    if record is not None and record.head.is_alive:
+        raise ConfigError(
+            f"deployment {name!r} is already running at {record.url}; `pdserve down --name {name}` stops it"
+        )

@@ -1,4 +1,7 @@
-"""A deployment that runs: reach it, ask it, take it down. Loads Ray, but no model code."""
+"""A deployment that runs: reach it, ask it, take it down. Loads Ray, but no model code.
+
+Ray reads its token once, when it is imported: call config.authenticate_to_ray before importing this module.
+"""
 
 import logging
 import signal
@@ -9,7 +12,7 @@ import ray
 from ray import serve
 
 from pdserve.cluster.base.config import state_dir
-from pdserve.cluster.base.errors import ConfigError, RetryableError
+from pdserve.cluster.base.errors import RetryableError
 from pdserve.cluster.base.worker_info import ClusterStatus
 from pdserve.deploy.locator import CONTROLLER_NAME, namespace_of
 from pdserve.deploy.ray_head import stop_head
@@ -47,25 +50,6 @@ def deployment_status(record: DeploymentRecord) -> ClusterStatus:
     except (ray.exceptions.RayError, ValueError) as error:
         raise RetryableError(f"the controller does not answer: {type(error).__name__}: {error}") from error
     return status
-
-
-def running_record(name: str) -> DeploymentRecord:
-    """Return the record of a running deployment; raises ConfigError if there is none."""
-    records = RecordStore(state_dir())
-    record = records.load(name)
-    if record is None or not record.head.is_alive:
-        known = ", ".join(records.names()) or "none"
-        raise ConfigError(f"no deployment {name!r} is running here (recorded: {known})")
-    return record
-
-
-def refuse_running(name: str) -> None:
-    """Raise ConfigError if the deployment runs already."""
-    record = RecordStore(state_dir()).load(name)
-    if record is not None and record.head.is_alive:
-        raise ConfigError(
-            f"deployment {name!r} is already running at {record.url}; `pdserve down --name {name}` stops it"
-        )
 
 
 @contextmanager

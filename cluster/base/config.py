@@ -249,6 +249,16 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdserve"
 
 
+def ray_authentication(token: str) -> dict[str, str]:
+    """Return the environment in which Ray asks for, and sends, a deployment's token."""
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+
+
+def authenticate_to_ray(token: str) -> None:
+    """Let this process send a deployment's token; to be called before it connects."""
+    os.environ.update(ray_authentication(token))
+
+
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for a Ray head of ours: the present one without foreign Ray settings, plus `extra`."""
     foreign = ("RAY_ADDRESS", "RAY_NAMESPACE", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RUNTIME_ENV_HOOK")

@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from support.deployments import Cli, Running, Traces, assert_nothing_left, wait_for
 
@@ -82,6 +84,7 @@ def test_a_crashed_head_is_swept_by_the_next_up(cli: Cli, tiny_checkpoints: dict
         (("--set", "model.max_model_len=10000000"), "model.max_model_len 10000000"),
         (("--set", "noequals"), "must be KEY=VALUE"),
         (("--mixed", "0"), "workers.mixed"),
+        (("--mixed", "50"), "needs 50 CPUs"),
         (("--config", "/nowhere.yaml"), "cannot read /nowhere.yaml"),
     ],
 )
@@ -93,3 +96,20 @@ def test_an_impossible_configuration_is_refused_before_anything_starts(
     assert answer.returncode == 2
     assert message in answer.stderr
     assert Traces().processes <= before.processes
+
+
+def test_a_checkpoint_that_cannot_be_loaded_fails_the_start_with_its_cause(
+    cli: Cli, tiny_checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    before = Traces()
+    folder = tmp_path / "broken"
+    shutil.copytree(tiny_checkpoints["qwen2"], folder)
+    weights = load_file(folder / "model.safetensors")
+    weights.pop("model.layers.2.mlp.down_proj.weight")
+    save_file(weights, folder / "model.safetensors")
+    timeout = ("--set", "workers.start_timeout_s=25")
+    answer = cli.run("up", "--model", str(folder), *TINY, *timeout, "--detach")
+    assert answer.returncode == 1
+    assert "worker died: mixed-0: did not start" in answer.stderr
+    assert "tensor model.layers.2.mlp.down_proj.weight is missing" in answer.stderr
+    assert_nothing_left(before)

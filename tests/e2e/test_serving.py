@@ -7,8 +7,10 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import openai
@@ -220,6 +222,22 @@ def test_status_shows_the_worker_as_a_table(deployment: Running) -> None:
     assert answer.returncode == 0, answer.stderr
     for word in ("mixed-", "ready", "bitwise", "controller pid"):
         assert word in answer.stdout
+
+
+def test_ray_lets_nobody_in_without_the_deployments_token(deployment: Running) -> None:
+    record = json.loads((Path(deployment.cli.environment["PDSERVE_STATE_DIR"]) / "e2e.json").read_text())
+    code = f"import ray; ray.init(address={record['ray_address']!r}, log_to_driver=False); print('connected')"
+    for token, is_let_in in ((None, False), ("0" * 64, False), (record["ray_token"], True)):
+        settings = {} if token is None else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+        answer = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, **settings},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert ("connected" in answer.stdout) is is_let_in, answer.stderr
 
 
 def test_a_second_up_of_the_same_name_is_refused(deployment: Running) -> None:
