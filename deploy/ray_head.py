@@ -40,12 +40,19 @@ class RayHead:
     temp_dir: Path
 
     @property
-    def is_alive(self) -> bool:
-        """True if the head still runs: the same process, not a later one with its pid."""
+    def is_the_same(self) -> bool:
+        """True if the process with this pid is the head, not a later one, be it a zombie."""
         try:
-            process = psutil.Process(self.pid)
-            is_same: bool = abs(process.create_time() - self.create_time) < 1.0
-            return is_same and process.status() != psutil.STATUS_ZOMBIE
+            is_same: bool = abs(psutil.Process(self.pid).create_time() - self.create_time) < 1.0
+            return is_same
+        except psutil.NoSuchProcess:
+            return False
+
+    @property
+    def is_alive(self) -> bool:
+        """True if the head still runs."""
+        try:
+            return self.is_the_same and psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
 
@@ -189,26 +196,14 @@ def stop_head(head: RayHead) -> None:
 
 
 def _family(head: RayHead) -> list[psutil.Process]:
-    """Return the processes of this head: its descendants, and Ray's and HAProxy's that name its folder."""
-    marker = str(head.temp_dir)
-    found: dict[int, psutil.Process] = {}
-    for process in psutil.process_iter():
-        try:
-            if _belongs(process, head, marker):
-                found[process.pid] = process
-                found.update({child.pid: child for child in process.children(recursive=True)})
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    found.pop(os.getpid(), None)
-    return list(found.values())
+    """Return the processes of this head: all of its session, which they never leave, also when it has died."""
+    if head.create_time < psutil.boot_time() or (psutil.pid_exists(head.pid) and not head.is_the_same):
+        return []
+    return [process for process in psutil.process_iter() if _session_of(process) == head.pid]
 
 
-def _belongs(process: psutil.Process, head: RayHead, marker: str) -> bool:
-    if process.pid == head.pid:
-        return head.is_alive
-    line = process.cmdline()
-    if any(marker in argument for argument in line):
-        # Somebody reading a log in that folder is none of ours.
-        return any("ray" in argument or "haproxy" in argument for argument in line[:3])
-    state_base: str = process.environ().get("RAY_SERVE_HAPROXY_SERVER_STATE_BASE", "")
-    return state_base.startswith(marker)
+def _session_of(process: psutil.Process) -> int | None:
+    try:
+        return os.getsid(process.pid)
+    except (ProcessLookupError, PermissionError):
+        return None
