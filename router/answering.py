@@ -76,7 +76,7 @@ class Answer:
 
     def __init__(self, plan: AnswerPlan, shared: Answers) -> None:
         self.choices = [
-            Choice(index, shared.decoder, plan.stops, len(request.prompt_token_ids))
+            Choice(index, shared.decoder, plan.stops, request.prompt_token_ids)
             for index, request in enumerate(plan.requests)
         ]
         self._plan = plan

@@ -12,6 +12,9 @@ from pdserve.cluster.base.request import FinishReason, TokenDelta
 from pdserve.router.detokenizer import Decoder, Detokenizer
 from pdserve.router.stop_strings import StopStrings
 
+CONTEXT_TOKENS = 6
+"""Prompt tokens that the first piece of text is joined to."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
@@ -24,11 +27,11 @@ class Piece:
 class Choice:
     """State of one choice."""
 
-    def __init__(self, index: int, decoder: Decoder, stops: Sequence[str], num_prompt_tokens: int) -> None:
+    def __init__(self, index: int, decoder: Decoder, stops: Sequence[str], prompt_token_ids: Sequence[int]) -> None:
         self.index = index
-        self.num_prompt_tokens = num_prompt_tokens
+        self.num_prompt_tokens = len(prompt_token_ids)
         self.num_tokens = 0
-        self._detokenizer = Detokenizer(decoder)
+        self._detokenizer = Detokenizer(decoder, before=prompt_token_ids[-CONTEXT_TOKENS:])
         self._stops = StopStrings(stops)
 
     def push(self, delta: TokenDelta) -> Piece:

@@ -22,14 +22,18 @@ class Decoder(Protocol):
 
 
 class Detokenizer:
-    """Detokenizes one output incrementally."""
+    """Detokenizes one output incrementally.
 
-    def __init__(self, decoder: Decoder) -> None:
+    `before` are the last tokens before the output, the prompt's: some decoders drop a space at the start of a text, and
+    the output does not start one.
+    """
+
+    def __init__(self, decoder: Decoder, before: Sequence[int] = ()) -> None:
         self._decoder = decoder
-        self._token_ids: list[int] = []
+        self._token_ids: list[int] = list(before)
         # Text of [context, read) has been emitted; it is decoded again so that the next piece joins as it should.
         self._context = 0
-        self._read = 0
+        self._read = len(self._token_ids)
         self._emitted = 0
 
     def push(self, token_ids: Sequence[int]) -> str:

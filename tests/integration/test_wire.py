@@ -186,3 +186,26 @@ async def test_a_peer_that_reads_too_slowly_is_cut_off() -> None:
         post_much()
     await client.stop()
     await server.stop()
+
+
+async def test_a_handler_that_fails_ends_its_channel_and_not_the_reconnecting(
+    served: tuple[Recorder, ChannelServer, Endpoint],
+) -> None:
+    theirs, _, endpoint = served
+
+    class Failing(Recorder):
+        def channel_opened(self, channel: Channel) -> None:
+            super().channel_opened(channel)
+            if len(self.opened) == 1:
+                raise ChannelClosedError("posted to a connection that had just gone")
+            if len(self.opened) == 2:
+                raise RuntimeError("a fault of the handler")
+
+    ours = Failing()
+    client = make_client(endpoint, ours)
+    client.start()
+    await eventually(lambda: len(ours.opened) == 3, "connected for the third time")
+    assert ours.closed == ["posted to a connection that had just gone", "a handler failed: RuntimeError"]
+    ours.opened[2].post(abort(1))
+    await eventually(lambda: theirs.messages == [abort(1)], "the third channel works")
+    await client.stop()

@@ -25,7 +25,7 @@ class ByteLevelDecoder:
 class ByteFallbackDecoder:
     """A SentencePiece-like tokenizer: every unknown character becomes byte tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, strips: bool = False) -> None:
         vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}}
         vocab |= {piece: 257 + number for number, piece in enumerate(("▁", "a", "b", "▁a"))}
         self.tokenizer = Tokenizer(
@@ -33,9 +33,10 @@ class ByteFallbackDecoder:
         )
         self.tokenizer.normalizer = normalizers.Replace(" ", "▁")
         self.tokenizer.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
-        self.tokenizer.decoder = decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        )
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        if strips:
+            steps.append(decoders.Strip(" ", 1, 0))
+        self.tokenizer.decoder = decoders.Sequence(steps)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
@@ -94,3 +95,28 @@ def test_several_tokens_at_once_give_the_same_text(size: int) -> None:
     detokenizer = Detokenizer(ByteLevelDecoder())
     parts = [detokenizer.push(token_ids[start : start + size]) for start in range(0, len(token_ids), size)]
     assert "".join(parts) + detokenizer.flush() == HARD_TEXT
+
+
+def test_the_space_between_prompt_and_output_is_kept_by_a_decoder_that_strips() -> None:
+    # Llama 2's decoder drops the first space of a text; an output is not the start of one.
+    decoder = ByteFallbackDecoder(strips=True)
+    prompt, output = (decoder.tokenizer.encode(text, add_special_tokens=False).ids for text in ("b", " a b"))
+    assert decoder.decode(output) == "a b"
+    detokenizer = Detokenizer(decoder, before=prompt)
+    assert "".join(detokenizer.push([token_id]) for token_id in output) + detokenizer.flush() == " a b"
+
+
+def test_an_endless_run_of_broken_bytes_costs_no_more_per_token() -> None:
+    class Counting(ByteLevelDecoder):
+        longest = 0
+
+        def decode(self, token_ids: Sequence[int]) -> str:
+            self.longest = max(self.longest, len(token_ids))
+            return super().decode(token_ids)
+
+    decoder = Counting()
+    detokenizer = Detokenizer(decoder)
+    byte = TOKENIZER.backend_tokenizer.encode("é", add_special_tokens=False).ids
+    for _ in range(500):
+        detokenizer.push([byte[0] if len(byte) > 1 else TOKENIZER.convert_tokens_to_ids("Ł")])
+    assert decoder.longest <= 2 * MAX_HELD_TOKENS + 2
