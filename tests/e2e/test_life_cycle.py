@@ -92,7 +92,7 @@ def test_an_impossible_configuration_is_refused_before_anything_starts(
     answer = cli.run("up", "--model", str(tiny_checkpoints["qwen2"]), *TINY, *arguments, timeout_s=30)
     assert answer.returncode == 2
     assert message in answer.stderr
-    assert Traces().processes <= before.processes
+    assert Traces().sessions <= before.sessions
 
 
 def test_a_checkpoint_that_cannot_be_loaded_fails_the_start_with_its_cause(

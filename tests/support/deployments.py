@@ -25,28 +25,32 @@ def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S
 
 @dataclass
 class Traces:
-    """What a machine holds now that a deployment could leave behind."""
+    """What a machine holds now that a deployment could leave behind.
+
+    Processes are counted by session: a deployment's Ray has one of its own, and another deployment that runs beside may
+    start and end workers at any time.
+    """
 
     shared_memory: set[str] = field(default_factory=lambda: set(os.listdir("/dev/shm")))
     folders: set[str] = field(default_factory=lambda: {path.name for path in Path("/tmp").glob("pds-*")})
-    processes: set[int] = field(default_factory=lambda: _ray_processes())
+    sessions: set[int] = field(default_factory=lambda: _ray_sessions())
 
 
-def _ray_processes() -> set[int]:
+def _ray_sessions() -> set[int]:
     found = set()
     for process in psutil.process_iter():
         try:
             line = " ".join(process.cmdline())
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            if any(mark in line for mark in ("raylet", "gcs_server", "haproxy", "ray::", "pdserve.deploy", "pds-")):
+                found.add(os.getsid(process.pid))
+        except (psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError):
             continue
-        if any(mark in line for mark in ("raylet", "gcs_server", "haproxy", "ray::", "pdserve.deploy", "pds-")):
-            found.add(process.pid)
     return found
 
 
 def assert_nothing_left(before: Traces) -> None:
     """No process, folder or shared memory has come to stay since `before` was taken."""
-    wait_for(lambda: Traces().processes <= before.processes, "processes are left", 15.0)
+    wait_for(lambda: Traces().sessions <= before.sessions, "processes are left", 15.0)
     after = Traces()
     assert after.folders <= before.folders
     assert after.shared_memory <= before.shared_memory
