@@ -229,6 +229,8 @@ class _Running:
         authenticate_to_ray(ray_token)
         from pdserve.deploy.app import Launch, prepare
 
+        # Both, by ourselves: a shell that starts us in the background has SIGINT ignored.
+        signal.signal(signal.SIGINT, _interrupt)
         signal.signal(signal.SIGTERM, _interrupt)
         with ProgressLines(console) as progress, RecordStore(state_dir()).locked(self._config.name):
             config, model = prepare(self._config, progress.show, progress.say)
