@@ -1,14 +1,13 @@
 """The demo deployment through real clients."""
 
 import concurrent.futures
-import contextlib
+import http.client
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -117,25 +116,24 @@ def test_chat_answers_and_streams_alike(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_client_that_leaves_frees_its_blocks_within_a_second(deployment: Running, streams: bool) -> None:
     body = {"model": MODEL, "prompt": "Count: 1, 2,", "max_tokens": 4000, "ignore_eos": True, "stream": streams}
-    left_times = []
-
-    def ask() -> None:
-        with httpx.Client(timeout=60) as connection:
-            if streams:
-                with connection.stream("POST", f"{deployment.url}/v1/completions", json=body) as answer:
-                    next(answer.iter_lines())
-                    time.sleep(1.0)
-            else:
-                with contextlib.suppress(httpx.ReadTimeout):
-                    connection.post(f"{deployment.url}/v1/completions", json=body, timeout=2.0)
-        left_times.append(time.monotonic())
-
-    thread = threading.Thread(target=ask)
-    thread.start()
+    content = json.dumps(body).encode()
+    connection = http.client.HTTPConnection(deployment.url.removeprefix("http://"), timeout=60)
+    connection.putrequest("POST", "/v1/completions")
+    connection.putheader("content-type", "application/json")
+    connection.putheader("content-length", str(len(content)))
+    # Headers and body in two segments, as most clients send them: HAProxy treats that case differently.
+    connection.endheaders()
+    connection.send(content)
+    answer = connection.getresponse() if streams else None
+    if answer is not None:
+        assert answer.readline().startswith(b"data: ")
     wait_for(lambda: gauges(deployment)["pdserve_running_sequences"] == 1, "it runs", 10.0)
-    thread.join()
+    left_time = time.monotonic()
+    if answer is not None:
+        answer.close()
+    connection.close()
     wait_for(lambda: is_clean(deployment), "blocks are free again", 5.0)
-    assert time.monotonic() - left_times[0] < 1.0
+    assert time.monotonic() - left_time < 1.0
 
 
 def test_curl_works_as_the_readme_says(deployment: Running) -> None:
