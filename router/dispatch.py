@@ -1,14 +1,13 @@
-"""The life of a request in the ingress: routed, sent, streamed, ended exactly once.
+"""One attempt of a request in the ingress: routed, sent, streamed, ended exactly once.
 
-`Dispatcher.open` places a request and yields its `RequestStream`; leaving the context aborts what has not ended. A
-channel loss is not a worker's death: the stream waits `RECLAIM_S` for the channel to come back and reclaims its tokens;
-after that, or when the controller says that the worker is gone, it ends with WorkerLostError.
+`Dispatcher.place` finds a worker for an attempt and returns its `RequestStream`. A channel loss is not a worker's
+death: the stream waits `RECLAIM_S` for the channel to come back and reclaims its tokens; after that, or when the
+controller says that the worker is gone, it ends with WorkerLostError. Replays are in replay.py.
 """
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 
 from pdserve.cluster.base.errors import (
     ChannelClosedError,
@@ -54,6 +53,9 @@ class RequestStream:
         """Take a delta from the channel; tokens already known are cut off."""
         self.is_over_at_worker |= delta.finish_reason is not None
         if self.has_ended:
+            return
+        if delta.is_retryable:
+            self.fail(WorkerLostError(delta.error or "the worker gave no cause"))
             return
         known = self.next_index - delta.index
         if known < 0:
@@ -134,11 +136,12 @@ class WorkerLink:
         """True if nothing would be lost by closing."""
         return self._channel is None or not self._streams
 
-    def send(self, stream: RequestStream) -> None:
+    def send(self, stream: RequestStream, *, may_wait: bool) -> None:
         """Send the stream's request. Raises ChannelClosedError."""
         if self._channel is None:
             raise ChannelClosedError(f"{self.info.worker_id} is not connected")
-        self._channel.post(Generate(request=stream.request))
+        prefills = stream.route.prefill_worker_ids
+        self._channel.post(Generate(request=stream.request, prefill_worker_ids=prefills, may_wait=may_wait))
         self._streams[stream.key] = stream
 
     def release(self, stream: RequestStream) -> None:
@@ -202,8 +205,25 @@ class WorkerLink:
             stream.fail(WorkerLostError(cause))
 
 
+class PlacedStream:
+    """An attempt that a worker has taken."""
+
+    def __init__(self, link: WorkerLink, stream: RequestStream) -> None:
+        self._link = link
+        self.stream = stream
+
+    @property
+    def worker_id(self) -> WorkerId:
+        """Who has it."""
+        return self._link.info.worker_id
+
+    def release(self) -> None:
+        """Forget the attempt; abort it if it has not ended. May be repeated."""
+        self._link.release(self.stream)
+
+
 class Dispatcher:
-    """Places requests on workers."""
+    """Places attempts on workers."""
 
     def __init__(
         self,
@@ -214,9 +234,11 @@ class Dispatcher:
         route_timeout_s: float,
         token_timeout_s: float,
         metrics_text: Callable[[], str],
+        traces: Callable[[str], tuple[str, ...]],
     ) -> None:
         self._settings = settings
         self._token_timeout_s = token_timeout_s
+        self._view_has_changed = asyncio.Event()
         self._links: dict[tuple[WorkerId, str], WorkerLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self.controller = ControllerClient(
@@ -226,6 +248,7 @@ class Dispatcher:
             route_timeout_s=route_timeout_s,
             on_view=self._view_changed,
             metrics_text=metrics_text,
+            traces=traces,
         )
 
     def start(self) -> None:
@@ -242,52 +265,64 @@ class Dispatcher:
 
     @property
     def has_worker(self) -> bool:
-        """True if a ready worker is connected."""
+        """True if a ready worker that owns requests is connected."""
         ready = {worker.info.worker_id for worker in self.controller.view if worker.state is WorkerState.READY}
         return any(link.is_open and worker_id in ready for (worker_id, _), link in self._links.items())
 
-    @asynccontextmanager
-    async def open(self, request: Request) -> AsyncIterator[RequestStream]:
-        """Place a request and wait for its first event.
+    async def wait_view(self, timeout_s: float) -> None:
+        """Wait for the next view, or for the time."""
+        self._view_has_changed.clear()
+        try:
+            await asyncio.wait_for(self._view_has_changed.wait(), timeout_s)
+        except TimeoutError:
+            logger.debug("no new view within %g s", timeout_s)
+
+    async def place(self, request: Request, lost: tuple[WorkerId, ...] = ()) -> "PlacedStream":
+        """Place one attempt and wait for its first event; workers in `lost` only if there is no other.
 
         Raises NoWorkerError if nobody can take it, OverloadedError if all candidates are busy, WorkerLostError if the
-        worker dies first.
+        worker dies first. The caller releases what is returned.
         """
-        link, stream = await self._place(request)
-        try:
-            yield stream
-        finally:
-            link.release(stream)
-
-    async def _place(self, request: Request) -> tuple[WorkerLink, RequestStream]:
-        route = await self.controller.route(request, ())
+        route = await self.controller.route(request, lost)
+        if not route.worker_ids and lost:
+            # Lost is not dead: it may be back by now.
+            route = await self.controller.route(request, ())
         if not route.worker_ids:
             raise NoWorkerError(route.reason)
         refusal: PdserveError = NoWorkerError("no routed worker is connected")
-        for worker_id in route.worker_ids:
-            link = self._link(worker_id)
-            if link is None:
-                continue
-            stream = RequestStream(request, route, self._token_timeout_s)
-            try:
-                link.send(stream)
-                await stream.wait_first()
-            except (OverloadedError, NoWorkerError, ChannelClosedError) as error:
-                refusal = error
-                link.release(stream)
-                continue
-            except BaseException:
-                link.release(stream)
-                raise
-            logger.info("request_id=%s worker_id=%s %s", request.request_id, worker_id, route.reason)
-            return link, stream
+        # A worker without room is passed by; only if all are, the request waits at the best of them.
+        for may_wait in (False, True):
+            for worker_id in route.worker_ids:
+                link = self._link(worker_id)
+                if link is None:
+                    continue
+                stream = RequestStream(request, route, self._token_timeout_s)
+                placed = PlacedStream(link, stream)
+                try:
+                    link.send(stream, may_wait=may_wait)
+                    await stream.wait_first()
+                except (OverloadedError, NoWorkerError, ChannelClosedError) as error:
+                    refusal = error
+                    placed.release()
+                    continue
+                except BaseException as error:
+                    placed.release()
+                    if isinstance(error, WorkerLostError):
+                        error.worker_id = worker_id
+                    raise
+                logger.info("request_id=%s worker_id=%s %s", request.request_id, worker_id, route.reason)
+                return placed
+            if not isinstance(refusal, OverloadedError):
+                break
         raise refusal
 
     def _link(self, worker_id: WorkerId) -> WorkerLink | None:
         return next((link for (name, _), link in self._links.items() if name == worker_id and link.is_open), None)
 
     def _view_changed(self, workers: tuple[WorkerView, ...]) -> None:
-        present = {(worker.info.worker_id, worker.info.incarnation): worker.info for worker in workers}
+        self._view_has_changed.set()
+        owners = [worker.info for worker in workers if worker.info.role.owns_requests]
+        present = {(info.worker_id, info.incarnation): info for info in owners}
         # A worker that left the view may still be finishing streams: its link ends with its channel or its last stream.
         for key in [key for key, link in self._links.items() if key not in present and link.is_idle]:
             link = self._links.pop(key)

@@ -26,6 +26,7 @@ from pdserve.cluster.base.logs import configure_logging
 from pdserve.cluster.base.metrics import IngressMetrics, merge_metrics
 from pdserve.cluster.base.request import FinishReason, SamplingParams
 from pdserve.cluster.base.request import Request as EngineRequest
+from pdserve.cluster.base.timeline import Timelines
 from pdserve.cluster.base.wire import ChannelSettings
 from pdserve.cluster.base.worker_info import Endpoint
 from pdserve.router.answering import AnswerPlan, Answers
@@ -33,6 +34,7 @@ from pdserve.router.answers import ChatShape, CompletionShape, Shape, error_body
 from pdserve.router.api import GenerationBody, parse_chat, parse_completion
 from pdserve.router.dispatch import Dispatcher
 from pdserve.router.http_errors import describe_error
+from pdserve.router.replay import Replayer, ReplaySettings
 from pdserve.router.sse import ClosingStream, stream_events
 from pdserve.router.tokenization import FALLBACK_STOP, Tokenizer
 
@@ -98,6 +100,7 @@ class _Service:
         self._settings = settings
         self._clock = SystemClock()
         self._metrics = IngressMetrics()
+        self._timelines = Timelines(self._clock)
         self._created = int(time.time())
         self._started: tuple[Tokenizer, Answers] | None = None
 
@@ -117,13 +120,18 @@ class _Service:
             route_timeout_s=settings.config.route_timeout_s,
             token_timeout_s=settings.config.token_timeout_s,
             metrics_text=self._metrics.text,
+            traces=self._timelines.matching,
         )
         dispatcher.start()
-        self._started = tokenizer, Answers(dispatcher, tokenizer, self._metrics, self._clock)
+        replays = ReplaySettings(
+            max_attempts=settings.config.max_attempts, replay_timeout_s=settings.config.replay_timeout_s
+        )
+        replayer = Replayer(dispatcher, replays, self._timelines, self._clock, self._metrics.replays.inc)
+        self._started = tokenizer, Answers(replayer, tokenizer, self._metrics, self._clock)
 
     async def stop(self) -> None:
         """Disconnect; streams that still run end with an error."""
-        await self._answers.dispatcher.stop()
+        await self._answers.replayer.dispatcher.stop()
         await self._answers.stop()
 
     @property
@@ -180,13 +188,15 @@ class _Service:
 
     async def ready(self) -> Response:
         """GET /ready: a request sent now finds a worker."""
-        if self._answers.dispatcher.has_worker:
-            return JSONResponse({"status": "ready", "controller": self._answers.dispatcher.controller.is_connected})
+        if self._answers.replayer.dispatcher.has_worker:
+            return JSONResponse(
+                {"status": "ready", "controller": self._answers.replayer.dispatcher.controller.is_connected}
+            )
         return JSONResponse(error_body("no worker is ready", "service_unavailable"), status_code=503)
 
     async def metrics(self) -> Response:
         """GET /metrics: every process of the deployment, merged."""
-        texts = await self._answers.dispatcher.controller.metrics()
+        texts = await self._answers.replayer.dispatcher.controller.metrics()
         return PlainTextResponse(merge_metrics({text.process: text.text for text in texts}))
 
     async def on_error(self, request: Request, error: Exception) -> Response:

@@ -12,12 +12,13 @@ from functools import partial
 from pathlib import Path
 
 from pdserve.cluster.base.clock import SystemClock
-from pdserve.cluster.base.config import DeploymentConfig
+from pdserve.cluster.base.config import DeploymentConfig, EngineConfig
 from pdserve.cluster.base.ids import WorkerId, draw_incarnation
 from pdserve.cluster.base.logs import configure_logging
 from pdserve.cluster.base.wire import ChannelSettings
 from pdserve.cluster.base.worker_info import Endpoint, Role, WorkerInfo
 from pdserve.workers.assembly import AssembledEngine, assemble_engine
+from pdserve.workers.kv.copy import BlockCopier
 from pdserve.workers.worker import Worker, WorkerSettings
 
 logger = logging.getLogger(__name__)
@@ -26,11 +27,12 @@ SWITCH_INTERVAL_S = 0.0005
 
 
 class WorkerActor:
-    """One worker in the mixed role. Created detached and named by the launcher; stopped by ray.kill."""
+    """One worker. Created detached and named by the launcher; stopped by ray.kill."""
 
     def __init__(
         self,
         worker_id: WorkerId,
+        role: Role,
         config: DeploymentConfig,
         model_folder: str,
         served_name: str,
@@ -44,22 +46,36 @@ class WorkerActor:
         self._worker_id = worker_id
         self._config = config
         self._served_name = served_name
-        self._settings = WorkerSettings(host=host, channel=channel)
+        self._role = role
+        self._host = host
+        self._channel = channel
         self._resolve_controller = resolve_controller
         self._worker: Worker | None = None
         self._start = asyncio.get_running_loop().create_task(self._load_and_serve(Path(model_folder)))
 
     async def _load_and_serve(self, folder: Path) -> None:
+        config, clock = self._config, SystemClock()
         assembled = await asyncio.to_thread(
             assemble_engine,
             folder,
-            self._config.engine,
-            max_model_len=self._config.model.max_model_len,
-            num_threads=self._config.engine_threads,
-            clock=SystemClock(),
+            engine_config(config, self._role),
+            max_model_len=config.model.max_model_len,
+            num_threads=config.engine_threads,
+            clock=clock,
+            promised_share=config.transfer.promised_share,
+        )
+        copier = BlockCopier(assembled.store)
+        await asyncio.to_thread(copier.warm_up)
+        settings = WorkerSettings(
+            host=self._host,
+            channel=self._channel,
+            transfer=config.transfer,
+            copier=copier,
+            max_waiting=config.engine.max_waiting,
+            clock=clock,
         )
         describe = partial(self._describe, assembled)
-        self._worker = Worker(assembled.engine, self._settings, describe, self._resolve_controller)
+        self._worker = Worker(assembled.engine, settings, describe, self._resolve_controller)
         await self._worker.start()
 
     def _describe(self, assembled: AssembledEngine, endpoint: Endpoint) -> WorkerInfo:
@@ -67,7 +83,7 @@ class WorkerActor:
         return WorkerInfo(
             worker_id=self._worker_id,
             incarnation=draw_incarnation(),
-            role=Role.MIXED,
+            role=self._role,
             endpoint=endpoint,
             pid=os.getpid(),
             device=config.device,
@@ -87,3 +103,11 @@ class WorkerActor:
     async def wait_started(self) -> None:
         """Return when the worker serves; raises what loading raised."""
         await asyncio.shield(self._start)
+
+
+def engine_config(config: DeploymentConfig, role: Role) -> EngineConfig:
+    """Return the engine section for a role: a decode worker computes prompts in smaller steps."""
+    if role is not Role.DECODE:
+        return config.engine
+    budget = min(config.engine.max_batch_tokens, config.workers.decode_batch_tokens)
+    return config.engine.model_copy(update={"max_batch_tokens": budget})

@@ -15,6 +15,7 @@ import torch
 from pdserve.cluster.base.clock import Clock
 from pdserve.cluster.base.config import EngineConfig, LinearKind
 from pdserve.cluster.base.errors import ConfigError
+from pdserve.cluster.base.kv_layout import GroupLayout, KVLayout
 from pdserve.workers.engine.engine import Engine
 from pdserve.workers.engine.scheduler import SchedulerSettings
 from pdserve.workers.kv.store import KVStore, block_bytes
@@ -24,7 +25,8 @@ from pdserve.workers.model.runner import Numerics, TransformerRunner, num_probe_
 
 logger = logging.getLogger(__name__)
 
-KV_DTYPE = torch.float32
+KV_DTYPE = "float32"
+KV_ITEMSIZE = 4
 PROCESS_BYTES = 600 << 20
 """Interpreter, libraries and working memory of a worker process."""
 
@@ -56,7 +58,7 @@ class MemoryPlan:
 
 def plan_memory(spec: ModelSpec, engine: EngineConfig, max_model_len: int | None) -> MemoryPlan:
     """Return the memory arithmetic of one worker. Raises ConfigError if the keys cannot hold together."""
-    per_block = block_bytes(spec, engine.block_size, KV_DTYPE)
+    per_block = block_bytes(kv_layout(spec, engine.block_size, model_digest=""))
     num_blocks = int(engine.kv_memory_gib * (1 << 30)) // per_block
     least = num_probe_blocks(engine.block_size)
     if num_blocks < least:
@@ -78,6 +80,19 @@ def plan_memory(spec: ModelSpec, engine: EngineConfig, max_model_len: int | None
         kv_bytes=num_blocks * per_block,
         num_blocks=num_blocks,
         max_model_len=limit,
+    )
+
+
+def kv_layout(spec: ModelSpec, block_size: int, *, model_digest: str) -> KVLayout:
+    """Return the layout of a model's KV."""
+    return KVLayout(
+        model_digest=model_digest,
+        kv_dtype=KV_DTYPE,
+        itemsize=KV_ITEMSIZE,
+        block_size=block_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        groups=tuple(GroupLayout(window=group.window, layers=group.layers) for group in spec.groups),
     )
 
 
@@ -134,6 +149,7 @@ class AssembledEngine:
     """An engine that passed its self-test, and what was measured on the way."""
 
     engine: Engine
+    store: KVStore
     runner: TransformerRunner
     model: LoadedModel
     numerics: Numerics
@@ -143,7 +159,13 @@ class AssembledEngine:
 
 
 def assemble_engine(
-    folder: Path, config: EngineConfig, *, max_model_len: int | None, num_threads: int, clock: Clock
+    folder: Path,
+    config: EngineConfig,
+    *,
+    max_model_len: int | None,
+    num_threads: int,
+    clock: Clock,
+    promised_share: float = 0.25,
 ) -> AssembledEngine:
     """Load the model in `folder` and return its engine, self-tested and warm.
 
@@ -160,7 +182,8 @@ def assemble_engine(
     model = load_model(
         folder, linear=config.linear, attention=config.attention, device=device, max_model_len=memory.max_model_len
     )
-    store = KVStore(spec, num_blocks=memory.num_blocks, block_size=config.block_size, dtype=KV_DTYPE, device=device)
+    layout = kv_layout(spec, config.block_size, model_digest=model.digest)
+    store = KVStore(layout, num_blocks=memory.num_blocks, device=device)
     runner = TransformerRunner(model, store, num_threads=num_threads)
     runner.bind_thread()
     numerics = runner.self_test()
@@ -180,10 +203,12 @@ def assemble_engine(
         num_groups=len(spec.groups),
         num_blocks=memory.num_blocks,
         clock=clock,
+        promised_share=promised_share,
     )
     engine.times.full_s = token_s * config.max_batch_tokens
     return AssembledEngine(
         engine=engine,
+        store=store,
         runner=runner,
         model=model,
         numerics=numerics,

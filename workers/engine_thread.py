@@ -15,6 +15,7 @@ from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.request import Request, TokenDelta
 from pdserve.cluster.base.worker_info import WorkerLoad
 from pdserve.workers.engine.engine import Engine
+from pdserve.workers.engine.reservation import Reservation
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,30 @@ class StepResult:
     queue_s: Sequence[float]
 
 
+@dataclass(frozen=True, slots=True)
+class _Submit:
+    request: Request
+    is_prefill_only: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Join:
+    request: Request
+    reservation: Reservation
+    num_computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request_id: RequestId
+    attempt: int
+
+
+_Item = _Submit | _Join | _Abort
+
+BLOCKED_WAIT_S = 0.002
+"""While every sequence waits for blocks that transfers hold; nothing signals their return."""
+
 Publish = Callable[[StepResult], None]
 """Called on the engine thread; must not block."""
 OnFailure = Callable[[str], None]
@@ -42,7 +67,7 @@ class EngineThread:
         self._engine = engine
         self._publish = publish
         self._on_failure = on_failure
-        self._inbox: deque[Request | tuple[RequestId, int]] = deque()
+        self._inbox: deque[_Item] = deque()
         self._wake = threading.Condition()
         self._stopping = False
         self._is_stepping = False
@@ -52,13 +77,17 @@ class EngineThread:
         """Start the thread."""
         self._thread.start()
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, *, is_prefill_only: bool = False) -> None:
         """Hand over a request; its outcome comes through `publish`."""
-        self._put(request)
+        self._put(_Submit(request, is_prefill_only))
+
+    def join(self, request: Request, reservation: Reservation, num_computed_tokens: int) -> None:
+        """Hand over a request with the KV of its first tokens."""
+        self._put(_Join(request, reservation, num_computed_tokens))
 
     def abort(self, request_id: RequestId, attempt: int) -> None:
         """Drop a request at the next step border; no further delta of it is published after that."""
-        self._put((request_id, attempt))
+        self._put(_Abort(request_id, attempt))
 
     def stop(self, timeout_s: float) -> bool:
         """Ask the thread to end after its step; True if it did in time."""
@@ -85,7 +114,7 @@ class EngineThread:
             predicted_step_s=times.predicted_s,
         )
 
-    def _put(self, item: Request | tuple[RequestId, int]) -> None:
+    def _put(self, item: _Item) -> None:
         with self._wake:
             self._inbox.append(item)
             self._wake.notify()
@@ -94,7 +123,8 @@ class EngineThread:
         try:
             self._engine.runner.bind_thread()
             while self._wait_for_work():
-                self._turn()
+                if not self._turn():
+                    self._wait_blocked()
         except Exception as error:
             logger.exception("the engine failed")
             self._is_stepping = False
@@ -108,23 +138,39 @@ class EngineThread:
             self._is_stepping = True
             return not self._stopping
 
-    def _turn(self) -> None:
+    def _wait_blocked(self) -> None:
+        with self._wake:
+            if not (self._stopping or self._inbox):
+                self._is_stepping = False
+                self._wake.wait(BLOCKED_WAIT_S)
+
+    def _turn(self) -> bool:
+        """Take the inbox in and step; False if there are sequences and none of them can go on."""
+        has_news = bool(self._inbox)
         refusals = self._drain_inbox()
         num_steps = self._engine.num_steps
         deltas = self._engine.step()
-        step_s = self._engine.times.last_s if self._engine.num_steps > num_steps else None
+        has_stepped = self._engine.num_steps > num_steps
+        step_s = self._engine.times.last_s if has_stepped else None
         queue_s = self._engine.scheduler.take_queue_times()
-        self._publish(StepResult(deltas=deltas, refusals=refusals, step_s=step_s, queue_s=queue_s))
+        if has_stepped or has_news:
+            self._publish(StepResult(deltas=deltas, refusals=refusals, step_s=step_s, queue_s=queue_s))
+        return has_stepped or not self._engine.scheduler.has_work
 
     def _drain_inbox(self) -> list[tuple[Request, InvalidRequestError | OverloadedError]]:
         refusals: list[tuple[Request, InvalidRequestError | OverloadedError]] = []
         while self._inbox:
             item = self._inbox.popleft()
-            if isinstance(item, Request):
-                try:
-                    self._engine.scheduler.add(item)
-                except (InvalidRequestError, OverloadedError) as error:
-                    refusals.append((item, error))
-            else:
-                self._engine.scheduler.abort(*item)
+            scheduler = self._engine.scheduler
+            try:
+                match item:
+                    case _Submit(request, is_prefill_only):
+                        scheduler.add(request, is_prefill_only=is_prefill_only)
+                    case _Join(request, reservation, num_computed_tokens):
+                        scheduler.join(request, reservation, num_computed_tokens)
+                    case _Abort(request_id, attempt):
+                        scheduler.abort(request_id, attempt)
+            except (InvalidRequestError, OverloadedError) as error:
+                assert not isinstance(item, _Abort), "an abort is never refused"
+                refusals.append((item.request, error))
         return refusals

@@ -124,6 +124,7 @@ class LiveRequests:
                 token_ids=(),
                 finish_reason=FinishReason.ERROR,
                 error=cause,
+                is_retryable=True,
             )
             for (request_id, attempt), live in self._live.items()
             if live.ending is None

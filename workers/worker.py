@@ -1,14 +1,18 @@
 """The worker service: channels on one side, the engine thread on the other, all on one asyncio loop.
 
-Ingresses connect to it; it connects to the controller. It knows nothing of Ray.
+Ingresses connect to it, and decode workers if it prefills; it connects to the controller, and to prefill workers if it
+decodes. It knows nothing of Ray.
 """
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pdserve.cluster.base.errors import ChannelClosedError, OverloadedError
+from pdserve.cluster.base.clock import Clock
+from pdserve.cluster.base.config import TransferConfig
+from pdserve.cluster.base.errors import ChannelClosedError, InvalidRequestError, OverloadedError
+from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.messages import (
     Abort,
     Busy,
@@ -18,18 +22,27 @@ from pdserve.cluster.base.messages import (
     MetricsRequest,
     MetricsText,
     NotFound,
+    Peers,
     Reclaim,
     Register,
     Registered,
     Report,
     Tokens,
+    Trace,
+    TraceRequest,
 )
-from pdserve.cluster.base.metrics import WorkerMetrics
+from pdserve.cluster.base.metrics import TransferMetrics, WorkerMetrics
 from pdserve.cluster.base.request import FinishReason, Request, TokenDelta
+from pdserve.cluster.base.timeline import Timelines
 from pdserve.cluster.base.wire import Channel, ChannelClient, ChannelServer, ChannelSettings
-from pdserve.cluster.base.worker_info import Endpoint, WorkerInfo, WorkerLoad
+from pdserve.cluster.base.worker_info import Endpoint, Role, WorkerInfo, WorkerLoad
 from pdserve.workers.engine.engine import Engine
+from pdserve.workers.engine.reservation import Reservation
 from pdserve.workers.engine_thread import EngineThread, StepResult
+from pdserve.workers.handoff.settings import HandoffSettings
+from pdserve.workers.handoff.sink_service import Offer, SinkService
+from pdserve.workers.handoff.source_service import SourceService
+from pdserve.workers.kv.copy import BlockCopier
 from pdserve.workers.live_requests import LiveRequests
 
 logger = logging.getLogger(__name__)
@@ -47,6 +60,10 @@ class WorkerSettings:
 
     host: str
     channel: ChannelSettings
+    transfer: TransferConfig
+    copier: BlockCopier
+    max_waiting: int
+    clock: Clock
 
 
 class Worker:
@@ -65,6 +82,11 @@ class Worker:
         self._live = LiveRequests(reclaim_s=RECLAIM_S, keep_s=KEEP_ENDED_S)
         self._channels: dict[int, Channel] = {}
         self._metrics = WorkerMetrics()
+        self._transfer_metrics = TransferMetrics(self._metrics.registry)
+        self._timelines = Timelines(settings.clock)
+        self._engine = engine
+        self._source: SourceService | None = None
+        self._sink: SinkService | None = None
         self._counted = WorkerLoad()
         self._failure: str | None = None
         self._info: WorkerInfo | None = None
@@ -79,17 +101,40 @@ class Worker:
         """Start the engine thread, listen, and begin to register with the controller."""
         endpoint = await self._server.start(self._settings.host)
         self._info = self._describe(endpoint)
+        await self._start_handoff(self._info)
         self._thread.start()
         self._controller_client.start()
         self._controller.start_reporting()
         logger.info("worker_id=%s serves at %s:%d", self._info.worker_id, endpoint.host, endpoint.port)
         return self._info
 
+    async def _start_handoff(self, info: WorkerInfo) -> None:
+        settings = HandoffSettings(
+            worker_id=info.worker_id,
+            incarnation=info.incarnation,
+            numerics_digest=info.numerics_digest,
+            host=self._settings.host,
+            config=self._settings.transfer,
+            channel=self._settings.channel,
+            copier=self._settings.copier,
+            clock=self._settings.clock,
+        )
+        if info.role is Role.PREFILL:
+            self._source = SourceService(self._engine, self._thread, settings, self._transfer_metrics)
+            await self._source.start()
+        elif info.role is Role.DECODE:
+            self._sink = SinkService(self._engine, self, settings, self._transfer_metrics, self._settings.max_waiting)
+            await self._sink.start()
+
     async def stop(self) -> None:
-        """Close every channel and end the engine thread."""
+        """Close every channel and end the threads."""
         await self._controller.stop_reporting()
         await self._controller_client.stop()
+        if self._sink is not None:
+            await self._sink.stop()
         await self._server.stop()
+        if self._source is not None:
+            await self._source.stop()
         if not await asyncio.to_thread(self._thread.stop, STOP_TIMEOUT_S):
             logger.error("the engine thread did not stop within %g s", STOP_TIMEOUT_S)
 
@@ -100,7 +145,27 @@ class Worker:
 
     def load(self) -> WorkerLoad:
         """Return the present load."""
-        return self._thread.load()
+        load = self._thread.load()
+        if self._sink is not None:
+            return replace(load, num_receiving=self._sink.num_receiving, links=self._sink.links())
+        if self._source is not None:
+            return replace(load, num_sending=self._source.num_transfers)
+        return load
+
+    @property
+    def has_idle_handoff(self) -> bool:
+        """True if no transfer, link slot or deadline is held (I16)."""
+        sink_is_idle = self._sink is None or self._sink.is_idle
+        return sink_is_idle and (self._source is None or self._source.is_idle)
+
+    def announce_peers(self, workers: Sequence[WorkerInfo]) -> None:
+        """These prefill workers are ready."""
+        if self._sink is not None:
+            self._sink.announce(workers)
+
+    def traces(self, prefix: str) -> tuple[str, ...]:
+        """Return the timelines of a client request."""
+        return self._timelines.matching(prefix)
 
     def registration(self) -> tuple[WorkerInfo, WorkerLoad, str | None]:
         """Return who this worker is, its load, and the cause if its engine failed."""
@@ -121,6 +186,10 @@ class Worker:
         metrics.prefilled_tokens.inc(load.num_prefilled_tokens - before.num_prefilled_tokens)
         metrics.sampled_tokens.inc(load.num_generated_tokens - before.num_generated_tokens)
         self._counted = load
+        if self._sink is not None:
+            self._sink.refresh_gauges()
+        if self._source is not None:
+            self._source.refresh_gauges()
         return metrics.text()
 
     # Channels of ingresses.
@@ -132,6 +201,8 @@ class Worker:
     def channel_closed(self, channel: Channel, reason: str) -> None:
         """See ChannelHandler: its requests wait a moment to be reclaimed."""
         del self._channels[id(channel)]
+        if self._source is not None:
+            self._source.channel_closed(channel)
         if self._live.channel_closed(id(channel), self._loop.time()):
             # A little later than the deadline, so that the comparison cannot miss it by rounding.
             self._loop.call_later(RECLAIM_S * 1.01, self._reap)
@@ -139,12 +210,11 @@ class Worker:
     def message_received(self, channel: Channel, message: Message) -> None:
         """See ChannelHandler."""
         match message:
-            case Generate(request=request):
-                self._generate(channel, request)
+            case Generate():
+                self._generate(channel, message)
             case Abort(request_id=request_id, attempt=attempt):
                 if self._live.drop((request_id, attempt)):
-                    self._metrics.ended.labels(FinishReason.ABORT.value).inc()
-                    self._thread.abort(request_id, attempt)
+                    self._stop_request(request_id, attempt)
             case Reclaim(request_id=request_id, attempt=attempt, next_index=next_index):
                 missed = self._live.reclaim((request_id, attempt), id(channel), next_index)
                 if missed is None:
@@ -152,15 +222,75 @@ class Worker:
                 else:
                     self._post(channel, Tokens(deltas=(missed,)))
             case _:
-                channel.close(f"unexpected {type(message).__name__} from an ingress")
+                if self._source is None or not self._source.message_received(channel, message):
+                    channel.close(f"unexpected {type(message).__name__}")
 
-    def _generate(self, channel: Channel, request: Request) -> None:
-        if self._failure is not None:
+    def _generate(self, channel: Channel, message: Generate) -> None:
+        request = message.request
+        if self._source is not None:
+            self._busy(channel, request, "this worker only prefills", is_overloaded=False)
+        elif self._failure is not None:
             self._busy(channel, request, f"the engine failed: {self._failure}", is_overloaded=False)
-        elif self._live.add(request, id(channel)):
-            self._thread.submit(request)
-        else:
+        elif not self._live.add(request, id(channel)):
             self._busy(channel, request, "this attempt is already here", is_overloaded=False)
+        else:
+            self._run(channel, message)
+
+    def _run(self, channel: Channel, message: Generate) -> None:
+        request = message.request
+        try:
+            self._engine.scheduler.check(request)
+        except InvalidRequestError as error:
+            self._refuse(request, error)
+            return
+        timeline = self._timelines.start(request.request_id, request.attempt)
+        num_resumed = len(request.resume_token_ids)
+        timeline.mark(f"received, {len(request.prompt_token_ids)} prompt tokens, {num_resumed} resumed")
+        offer = Offer.LOCAL
+        if self._sink is not None:
+            may_wait = message.may_wait
+            offer = self._sink.offer(request, message.prefill_worker_ids, timeline, may_wait=may_wait)
+        if offer is Offer.LOCAL:
+            self._thread.submit(request)
+        elif offer is Offer.BUSY:
+            self._live.drop((request.request_id, request.attempt))
+            self._busy(channel, request, "no room for the request's KV now", is_overloaded=True)
+
+    def _stop_request(self, request_id: RequestId, attempt: int) -> None:
+        """Nobody wants the request any more."""
+        self._metrics.ended.labels(FinishReason.ABORT.value).inc()
+        self._end_timeline(request_id, attempt, "aborted")
+        if self._sink is None or not self._sink.abort((request_id, attempt)):
+            self._thread.abort(request_id, attempt)
+
+    def _end_timeline(self, request_id: RequestId, attempt: int, how: str) -> None:
+        timeline = self._timelines.get(request_id, attempt)
+        if timeline is not None:
+            timeline.mark(how)
+            logger.info("request_id=%s", timeline.line())
+
+    # See RequestOwner: what the sink service asks.
+
+    def join(self, request: Request, reservation: Reservation, num_computed_tokens: int) -> None:
+        """Run a request whose first tokens have their KV in the reservation's blocks."""
+        self._thread.join(request, reservation, num_computed_tokens)
+
+    def submit(self, request: Request) -> None:
+        """Run a request from its beginning."""
+        self._thread.submit(request)
+
+    def emit(self, request: Request, token_id: int, finish_reason: FinishReason | None) -> None:
+        """Send a token that a prefill worker sampled."""
+        delta = TokenDelta(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            sample=0,
+            index=len(request.resume_token_ids),
+            token_ids=(token_id,),
+            finish_reason=finish_reason,
+        )
+        self._note_endings([delta])
+        self._send(self._live.deliver([delta], self._loop.time()))
 
     def _busy(self, channel: Channel, request: Request, reason: str, *, is_overloaded: bool) -> None:
         message = Busy(
@@ -171,8 +301,7 @@ class Worker:
     def _reap(self) -> None:
         for request_id, attempt in self._live.reap(self._loop.time()):
             logger.info("request_id=%s nobody reclaimed it: aborted", request_id)
-            self._metrics.ended.labels(FinishReason.ABORT.value).inc()
-            self._thread.abort(request_id, attempt)
+            self._stop_request(request_id, attempt)
 
     # From the engine thread.
 
@@ -189,11 +318,15 @@ class Worker:
             self._metrics.step_time.observe(result.step_s)
         for queue_s in result.queue_s:
             self._metrics.queue_time.observe(queue_s)
-        if self._count_endings(result.deltas):
-            self._loop.call_later(KEEP_ENDED_S * 1.01, self._forget_ended)
-        self._send(self._live.deliver(result.deltas, self._loop.time()))
+        deltas = result.deltas if self._source is None else self._source.take(result.deltas)
+        self._note_endings(deltas)
+        self._send(self._live.deliver(deltas, self._loop.time()))
+        if self._sink is not None:
+            self._sink.admit_waiting()
 
     def _refuse(self, request: Request, error: Exception) -> None:
+        if self._source is not None and self._source.refused(request, error):
+            return
         key = (request.request_id, request.attempt)
         if isinstance(error, OverloadedError):
             channel = self._live.channel_of(key)
@@ -210,22 +343,28 @@ class Worker:
             finish_reason=FinishReason.ERROR,
             error=str(error),
         )
-        self._count_endings([ending])
+        self._note_endings([ending])
         self._send(self._live.deliver([ending], self._loop.time()))
 
     def _fail(self, cause: str) -> None:
         self._failure = cause
         self._send(self._live.fail_all(f"the engine failed: {cause}", self._loop.time()))
+        if self._source is not None:
+            self._source.fail_all(cause)
         self._controller.report_failure(cause)
 
     def _forget_ended(self) -> None:
         self._live.forget_ended(self._loop.time())
 
-    def _count_endings(self, deltas: Sequence[TokenDelta]) -> int:
-        endings = [delta.finish_reason for delta in deltas if delta.finish_reason is not None]
-        for reason in endings:
-            self._metrics.ended.labels(reason.value).inc()
-        return len(endings)
+    def _note_endings(self, deltas: Sequence[TokenDelta]) -> None:
+        endings = [delta for delta in deltas if delta.finish_reason is not None]
+        for delta in endings:
+            assert delta.finish_reason is not None, "selected above"
+            self._metrics.ended.labels(delta.finish_reason.value).inc()
+            num_tokens = delta.index + len(delta.token_ids)
+            self._end_timeline(delta.request_id, delta.attempt, f"ended: {delta.finish_reason}, {num_tokens} tokens")
+        if endings:
+            self._loop.call_later(KEEP_ENDED_S * 1.01, self._forget_ended)
 
     def _send(self, outgoing: dict[int, list[TokenDelta]]) -> None:
         for channel, deltas in outgoing.items():
@@ -260,6 +399,13 @@ class ControllerLink:
         match message:
             case Registered():
                 logger.info("the controller took this worker in")
+            case Peers(workers=workers):
+                self._worker.announce_peers(workers)
+            case TraceRequest(query_id=query_id, prefix=prefix):
+                info, _, _ = self._worker.registration()
+                channel.post(
+                    Trace(query_id=query_id, process=f"worker:{info.worker_id}", timelines=self._worker.traces(prefix))
+                )
             case MetricsRequest(query_id=query_id):
                 info, _, _ = self._worker.registration()
                 channel.post(

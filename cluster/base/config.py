@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pdserve.cluster.base.errors import ConfigError
+from pdserve.cluster.base.worker_info import Role
 
 Tree = dict[str, "Tree | list[Tree] | str | int | float | bool | None"]
 
@@ -72,11 +73,57 @@ class EngineConfig(_Section):
     """Most requests waiting in a worker; one more is answered BUSY (HTTP 429)."""
 
 
-class WorkersConfig(_Section):
-    """How many workers, and what Ray gives each."""
+class TransportKind(StrEnum):
+    """How KV travels between two workers."""
 
-    mixed: int = Field(default=1, ge=1, le=1024)
-    """Workers that do prefill and decode. (Separate pools: see README "Not yet".)"""
+    SHM = "shm"
+    TCP = "tcp"
+
+
+class TransferConfig(_Section):
+    """The KV hand-off from prefill to decode workers."""
+
+    transports: tuple[TransportKind, ...] = Field(default=(TransportKind.SHM, TransportKind.TCP), min_length=1)
+    """In this order; a link takes the first that both sides can use (shm: same machine and user)."""
+    slot_bytes: int = Field(default=4 << 20, ge=64 << 10, le=1 << 30)
+    """Size of a landing slot: the most that one chunk carries."""
+    base_slots: int = Field(default=2, ge=1)
+    """Slots that every link owns."""
+    max_slots_per_link: int = Field(default=8, ge=1)
+    """Slots that a busy link may hold."""
+    max_slots: int = Field(default=64, ge=1)
+    """Slots that all links of a prefill worker may hold; a link beyond that is refused."""
+    promised_share: float = Field(default=0.25, gt=0, le=1)
+    """Part of a decode worker's KV pool that may be promised to prefills that have not started."""
+    stall_s: float = Field(default=3.0, gt=0)
+    """A link that returns no credit for this long ends its transfers and takes no new ones until it moves again."""
+    streaming_timeout_s: float = Field(default=3.0, gt=0)
+    """A prefill that runs and makes no progress for this long (or two predicted steps) is given up."""
+    queued_timeout_s: float = Field(default=10.0, gt=0)
+    """A prefill that waits while its worker computes nothing for this long is given up."""
+    deadline_s: float = Field(default=600.0, gt=0)
+    """The longest that one transfer may take."""
+    test_interval_s: float = Field(default=60.0, gt=0)
+    """An idle link is tested this often."""
+
+    @model_validator(mode="after")
+    def _slots_fit(self) -> "TransferConfig":
+        if not self.base_slots <= self.max_slots_per_link <= self.max_slots:
+            raise ValueError("transfer: base_slots <= max_slots_per_link <= max_slots must hold")
+        return self
+
+
+class WorkersConfig(_Section):
+    """How many workers of each role, and what Ray gives each. Without any number: one prefill and one decode worker."""
+
+    prefill: int = Field(default=0, ge=0, le=1024)
+    """Workers that compute prompts for decode workers."""
+    decode: int = Field(default=0, ge=0, le=1024)
+    """Workers that own requests; prefill workers compute their prompts."""
+    mixed: int = Field(default=0, ge=0, le=1024)
+    """Workers that own requests and compute their prompts themselves."""
+    decode_batch_tokens: int = Field(default=128, ge=1)
+    """Token budget of a decode worker's step: bounds what a prompt that it computes itself costs its streams."""
     num_cpus: float = Field(default=1.0, gt=0)
     """CPUs that Ray reserves for a worker."""
     start_timeout_s: float = Field(default=300.0, gt=0)
@@ -85,6 +132,30 @@ class WorkersConfig(_Section):
     """A worker that has work and makes no step for this long (or five predicted steps) is replaced."""
     restart_backoff_s: float = Field(default=1.0, gt=0)
     """Pause before a dead worker is replaced; doubles with each death in a row, up to 60 s."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_pair_by_default(cls, values: "Tree") -> "Tree":
+        if any(values.get(role.value) is not None for role in Role):
+            return values
+        return {**values, Role.PREFILL.value: 1, Role.DECODE.value: 1}
+
+    @model_validator(mode="after")
+    def _someone_owns_requests(self) -> "WorkersConfig":
+        if self.prefill and not self.decode:
+            raise ValueError("workers.prefill: prefill workers need a decode worker (workers.decode)")
+        if not self.decode and not self.mixed:
+            raise ValueError("workers: at least one decode or mixed worker must own requests")
+        return self
+
+    def count(self, role: Role) -> int:
+        """Return how many workers of a role are wanted."""
+        return {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.MIXED: self.mixed}[role]
+
+    @property
+    def total(self) -> int:
+        """Workers of all roles."""
+        return sum(self.count(role) for role in Role)
 
 
 class IngressConfig(_Section):
@@ -108,6 +179,11 @@ class IngressConfig(_Section):
     """After this long without an answer of the controller the replica routes on its last view."""
     token_timeout_s: float = Field(default=600.0, gt=0)
     """A request that sees no new token for this long ends with an error."""
+    max_attempts: int = Field(default=3, ge=1, le=16)
+    """A request whose worker died is replayed on another; after this many deaths it ends with an error (it may be the
+    cause)."""
+    replay_timeout_s: float = Field(default=60.0, ge=0)
+    """How long a request whose worker died waits for another worker to be ready."""
 
 
 class ChannelConfig(_Section):
@@ -141,6 +217,7 @@ class DeploymentConfig(_Section):
     """Name of the deployment; two on one machine need two names and two ports."""
     model: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()
+    transfer: TransferConfig = TransferConfig()
     workers: WorkersConfig = WorkersConfig()
     ingress: IngressConfig = IngressConfig()
     channel: ChannelConfig = ChannelConfig()

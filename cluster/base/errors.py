@@ -15,6 +15,8 @@ PdserveError
     └── ProtocolError           a peer sent what the protocol does not allow
 """
 
+from pdserve.cluster.base.ids import WorkerId
+
 
 class PdserveError(Exception):
     """Root of every error raised on purpose by pdserve."""
@@ -62,7 +64,9 @@ class NoWorkerError(RetryableError):
 
 
 class WorkerLostError(RetryableError):
-    """The worker died or went silent while it held the request."""
+    """The worker died or went silent while it held the request. `worker_id` names it where it is known."""
+
+    worker_id: WorkerId | None = None
 
 
 class ChannelClosedError(RetryableError):

@@ -3,10 +3,11 @@
     ingress → worker       Generate, Abort, Reclaim
     worker → ingress       Tokens, Busy, NotFound
     worker → controller    Register, Report, Failed
-    controller → worker    Registered
+    controller → worker    Registered, Peers
     ingress → controller   Subscribe, RouteQuery, MetricsQuery
     controller → ingress   View, RouteAnswer, MetricsAnswer
-    controller → any       MetricsRequest;  any → controller: MetricsText
+    controller → any       MetricsRequest, TraceRequest;  any → controller: MetricsText, Trace
+    worker ↔ worker        transfer_messages
     both ways              Heartbeat (sent by the channel itself)
 
 Adding a message means adding a class here and to MESSAGE_TYPES; its place in that tuple is its code on the wire.
@@ -17,6 +18,26 @@ from dataclasses import dataclass
 from pdserve.cluster.base.ids import IngressId, RequestId, WorkerId
 from pdserve.cluster.base.request import Request, TokenDelta
 from pdserve.cluster.base.route import Route
+from pdserve.cluster.base.transfer_messages import (
+    Accept,
+    Chunk,
+    CloseLink,
+    Commit,
+    Credit,
+    Final,
+    FirstToken,
+    Hello,
+    HelloOk,
+    LinkAttached,
+    LinkOffer,
+    Nack,
+    OpenLink,
+    Prefill,
+    Progress,
+    Refuse,
+    Reject,
+    TransferAbort,
+)
 from pdserve.cluster.base.worker_info import WorkerInfo, WorkerLoad, WorkerView
 
 
@@ -27,9 +48,15 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generate:
-    """Run this request. Answered by Tokens until an ending, or by Busy."""
+    """Run this request. Answered by Tokens until an ending, or by Busy.
+
+    `prefill_worker_ids`: who may compute the prompt, best first; none: the worker does it itself. `may_wait`: queue
+    here if there is no room now, instead of answering Busy.
+    """
 
     request: Request
+    prefill_worker_ids: tuple[WorkerId, ...] = ()
+    may_wait: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +114,13 @@ class Registered:
     """The controller took the worker in."""
 
     worker_id: WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peers:
+    """The prefill workers that are ready: a decode worker keeps a link to each."""
+
+    workers: tuple[WorkerInfo, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +202,65 @@ class MetricsAnswer:
     texts: tuple[MetricsText, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRequest:
+    """The controller asks a process what it knows of a client request; `prefix` is the id the client was given."""
+
+    query_id: int
+    prefix: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """Timelines of the requests that match, one text each, oldest first."""
+
+    query_id: int
+    process: str
+    timelines: tuple[str, ...]
+
+
+MESSAGE_TYPES: tuple[type["Message"], ...] = (
+    Heartbeat,
+    Generate,
+    Abort,
+    Reclaim,
+    Tokens,
+    Busy,
+    NotFound,
+    Register,
+    Registered,
+    Report,
+    Failed,
+    Subscribe,
+    View,
+    RouteQuery,
+    RouteAnswer,
+    MetricsQuery,
+    MetricsRequest,
+    MetricsText,
+    MetricsAnswer,
+    Peers,
+    TraceRequest,
+    Trace,
+    Hello,
+    HelloOk,
+    Refuse,
+    OpenLink,
+    LinkOffer,
+    LinkAttached,
+    CloseLink,
+    Prefill,
+    Accept,
+    Reject,
+    Chunk,
+    Credit,
+    Nack,
+    FirstToken,
+    Final,
+    Commit,
+    TransferAbort,
+    Progress,
+)
 Message = (
     Heartbeat
     | Generate
@@ -188,26 +281,25 @@ Message = (
     | MetricsRequest
     | MetricsText
     | MetricsAnswer
-)
-
-MESSAGE_TYPES: tuple[type[Message], ...] = (
-    Heartbeat,
-    Generate,
-    Abort,
-    Reclaim,
-    Tokens,
-    Busy,
-    NotFound,
-    Register,
-    Registered,
-    Report,
-    Failed,
-    Subscribe,
-    View,
-    RouteQuery,
-    RouteAnswer,
-    MetricsQuery,
-    MetricsRequest,
-    MetricsText,
-    MetricsAnswer,
+    | Peers
+    | TraceRequest
+    | Trace
+    | Hello
+    | HelloOk
+    | Refuse
+    | OpenLink
+    | LinkOffer
+    | LinkAttached
+    | CloseLink
+    | Prefill
+    | Accept
+    | Reject
+    | Chunk
+    | Credit
+    | Nack
+    | FirstToken
+    | Final
+    | Commit
+    | TransferAbort
+    | Progress
 )

@@ -40,6 +40,9 @@ class IngressMetrics:
             buckets=LATENCY_BUCKETS,
             registry=self.registry,
         )
+        self.replays = Counter(
+            "pdserve_replays", "Requests replayed after their worker was lost.", registry=self.registry
+        )
         self.active = Gauge("pdserve_active_requests", "Requests in this replica now.", registry=self.registry)
 
     def text(self) -> str:
@@ -79,6 +82,60 @@ class WorkerMetrics:
     def text(self) -> str:
         """Return the Prometheus text format."""
         return generate_latest(self.registry).decode()
+
+
+class TransferMetrics:
+    """Metrics of KV transfers, in a worker's registry. A worker fills the side that its role has."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"pdserve_kv_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"pdserve_kv_{name}", text, registry=registry)
+
+        def seconds(name: str, text: str) -> Histogram:
+            return Histogram(f"pdserve_kv_{name}_seconds", text, buckets=LATENCY_BUCKETS, registry=registry)
+
+        # At the source.
+        self.sent = counter("transfers_sent", "Transfers that ended at their source, by state.", ("state",))
+        self.sent_bytes = counter("sent_bytes", "KV bytes sent, resends included.")
+        self.sending = gauge("transfers_sending", "Transfers open at this source.")
+        self.slots_lent = gauge("slots_lent", "Slots that links hold.")
+        self.slots_free = gauge("slots_free", "Slots that links may still borrow.")
+        self.nacks = counter("nacks", "Chunks that a sink refused.")
+        # At the sink.
+        self.received = counter("transfers_received", "Transfers that ended at their sink, by state.", ("state",))
+        self.received_bytes = counter("received_bytes", "KV bytes scattered and verified.")
+        self.receiving = gauge("transfers_receiving", "Transfers open at this sink.")
+        self.waiting = gauge("transfers_waiting", "Requests that wait for room before they are offered to a source.")
+        self.oldest = gauge("transfer_oldest_seconds", "Since the least recent progress of an open transfer.")
+        self.checksum_failures = counter("checksum_failures", "Chunks whose checksum did not hold.")
+        self.replays = counter(
+            "prefill_replays", "Prefills taken to another source, or computed locally, after a failure."
+        )
+        self.local = counter("local_prefills", "Prompts that a decode worker computed itself, by cause.", ("cause",))
+        self.queue = seconds("queue", "From arrival at the source to the start of its computing.")
+        self.first_chunk = seconds("first_chunk", "From PREFILL to the first verified chunk.")
+        self.last_chunk = seconds("last_chunk", "From PREFILL to the last verified chunk.")
+        self.commit = seconds("commit", "From the first token to COMMIT: what the transfer adds.")
+        self.credit_stall = seconds("credit_stall", "Time in which chunks of a transfer waited for a slot.")
+        self.rate = Histogram(
+            "pdserve_kv_gigabytes_per_second",
+            "Bytes of a transfer over the time from its first to its last chunk.",
+            buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
+            registry=registry,
+        )
+        self.early_share = Histogram(
+            "pdserve_kv_early_share",
+            "Share of a transfer's bytes that the sink had credited before prefill ended.",
+            buckets=(0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0),
+            registry=registry,
+        )
+        # On both sides.
+        self.stale = counter("stale_messages", "Messages for a transfer that had ended, or for another life.")
+        self.fences = counter("link_fences", "Links that were closed and fenced.")
+        self.demotions = counter("link_demotions", "Transports given up for the next one when a link opened.")
 
 
 def merge_metrics(parts: dict[str, str]) -> str:

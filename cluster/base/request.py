@@ -57,7 +57,8 @@ class TokenDelta:
     """New tokens of one sample, or its ending, or both.
 
     `index` is the position of the first token of `token_ids` in the output (resume tokens counted).
-    `error` is set exactly when `finish_reason` is ERROR.
+    `error` is set exactly when `finish_reason` is ERROR; `is_retryable` then says that the worker is to blame, so that
+    another one may finish the request.
     """
 
     request_id: RequestId
@@ -67,4 +68,5 @@ class TokenDelta:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     error: str | None = None
+    is_retryable: bool = False
     num_cached_tokens: int = 0

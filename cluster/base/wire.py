@@ -1,36 +1,25 @@
 """Authenticated message channels over TCP: one class for every pair of processes.
 
 A frame is a 4-byte big-endian length and a body (codec.py). Before the first frame both sides prove that they hold the
-deployment token:
-
-    client → server   magic, client nonce
-    server → client   server nonce, HMAC(token, "server" | nonces)
-    client → server   HMAC(token, "client" | nonces)
-
-The length is checked before anything is allocated. Each side sends a heartbeat every `heartbeat_s`; a channel that
-hears nothing for `silence_s` closes itself: TCP alone never notices a frozen peer. Handlers run on the event loop and
-must not block.
+deployment token (handshake.py). The length is checked before anything is allocated. Each side sends a heartbeat every
+`heartbeat_s`; a channel that hears nothing for `silence_s` closes itself: TCP alone never notices a frozen peer.
+Handlers run on the event loop and must not block.
 """
 
 import asyncio
-import hashlib
-import hmac
 import logging
-import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from pdserve.cluster.base.codec import Codec
 from pdserve.cluster.base.errors import ChannelClosedError, ProtocolError
+from pdserve.cluster.base.handshake import greet_as_client, greet_as_server
 from pdserve.cluster.base.messages import Heartbeat, Message
 from pdserve.cluster.base.worker_info import Endpoint
 
 logger = logging.getLogger(__name__)
 
-MAGIC = b"PDS1"
-NONCE_BYTES = 32
-MAC_BYTES = 32
 LENGTH_BYTES = 4
 
 
@@ -59,10 +48,6 @@ class ChannelHandler(Protocol):
 
     def channel_closed(self, channel: "Channel", reason: str) -> None:
         """The channel ended; called once, after channel_opened."""
-
-
-def _mac(token: bytes, side: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
-    return hmac.new(token, side + client_nonce + server_nonce, hashlib.sha256).digest()
 
 
 class Channel:
@@ -153,26 +138,18 @@ class Channel:
                 self.close(f"nothing heard for {self._settings.silence_s:g} s")
 
 
-async def _greet_as_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes) -> None:
-    hello = await reader.readexactly(len(MAGIC) + NONCE_BYTES)
-    if hello[: len(MAGIC)] != MAGIC:
-        raise ProtocolError("not a pdserve peer")
-    client_nonce = hello[len(MAGIC) :]
-    server_nonce = secrets.token_bytes(NONCE_BYTES)
-    writer.write(server_nonce + _mac(token, b"server", client_nonce, server_nonce))
-    proof = await reader.readexactly(MAC_BYTES)
-    if not hmac.compare_digest(proof, _mac(token, b"client", client_nonce, server_nonce)):
-        raise ProtocolError("the peer does not hold the deployment token")
+class _Stream:
+    """An asyncio connection as the handshake's ByteStream."""
 
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
 
-async def _greet_as_client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes) -> None:
-    client_nonce = secrets.token_bytes(NONCE_BYTES)
-    writer.write(MAGIC + client_nonce)
-    answer = await reader.readexactly(NONCE_BYTES + MAC_BYTES)
-    server_nonce, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
-    if not hmac.compare_digest(proof, _mac(token, b"server", client_nonce, server_nonce)):
-        raise ProtocolError("the server does not hold the deployment token")
-    writer.write(_mac(token, b"client", client_nonce, server_nonce))
+    async def read_exactly(self, count: int) -> bytes:
+        return await self._reader.readexactly(count)
+
+    async def write(self, data: bytes) -> None:
+        self._writer.write(data)
 
 
 class ChannelServer:
@@ -206,7 +183,7 @@ class ChannelServer:
         peer = "{}:{}".format(*(writer.get_extra_info("peername") or ("nobody", 0))[:2])
         try:
             async with asyncio.timeout(self._settings.connect_s):
-                await _greet_as_server(reader, writer, self._settings.token)
+                await greet_as_server(_Stream(reader, writer), self._settings.token)
             await Channel(reader, writer, settings=self._settings, peer=peer).run(self._handler)
         except (ProtocolError, OSError, asyncio.IncompleteReadError, TimeoutError) as error:
             logger.warning("refused a connection peer=%s: %s", peer, error or type(error).__name__)
@@ -264,7 +241,7 @@ class ChannelClient:
             async with asyncio.timeout(self._settings.connect_s):
                 endpoint = await self._resolve()
                 reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
-                await _greet_as_client(reader, writer, self._settings.token)
+                await greet_as_client(_Stream(reader, writer), self._settings.token)
                 return Channel(reader, writer, settings=self._settings, peer=self._name)
         except BaseException as error:
             if writer is not None:

@@ -7,9 +7,18 @@ from pdserve.cluster.base.ids import Incarnation, WorkerId
 
 
 class Role(StrEnum):
-    """What a worker does with requests. Prefill and decode roles arrive with the KV hand-off."""
+    """What a worker does. MIXED owns requests and prefills them itself; DECODE owns requests and has prefill workers
+    compute their prompts; PREFILL owns none.
+    """
 
     MIXED = "mixed"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+    @property
+    def owns_requests(self) -> bool:
+        """True if an ingress may send requests to it."""
+        return self is not Role.PREFILL
 
 
 class WorkerState(StrEnum):
@@ -35,6 +44,18 @@ class Endpoint:
 
     host: str
     port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkView:
+    """One link of a worker, for status: the source it fetches KV from, the state, and what went over it."""
+
+    peer: WorkerId
+    transport: str
+    state: str
+    num_transfers: int
+    num_bytes: int
+    note: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +94,13 @@ class WorkerLoad:
     num_generated_tokens: int = 0
     num_prefilled_tokens: int = 0
     num_preemptions: int = 0
+    num_receiving: int = 0
+    """Requests whose KV is awaited from a prefill worker."""
+    num_sending: int = 0
+    """Prefills computed for decode workers."""
     has_runnable_work: bool = False
     predicted_step_s: float = 0.0
+    links: tuple[LinkView, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

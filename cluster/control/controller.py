@@ -25,19 +25,22 @@ from pdserve.cluster.base.messages import (
     MetricsQuery,
     MetricsRequest,
     MetricsText,
+    Peers,
     Register,
     Registered,
     Report,
     RouteAnswer,
     RouteQuery,
     Subscribe,
+    Trace,
+    TraceRequest,
     View,
 )
 from pdserve.cluster.base.route import Route
 from pdserve.cluster.base.wire import Channel, ChannelServer, ChannelSettings
-from pdserve.cluster.base.worker_info import ClusterStatus, Endpoint
+from pdserve.cluster.base.worker_info import ClusterStatus, Endpoint, Role, WorkerInfo, WorkerState, WorkerView
 from pdserve.cluster.control.launcher import Creator, Launcher
-from pdserve.cluster.control.membership import Instruction, Membership, MembershipSettings, StartWorker
+from pdserve.cluster.control.membership import Instruction, Membership, MembershipSettings, StartWorker, role_of
 from pdserve.cluster.control.placement import LeastLoaded
 
 logger = logging.getLogger(__name__)
@@ -58,7 +61,7 @@ class Controller:
         self._host = host
         self._membership = Membership(
             MembershipSettings(
-                target=config.workers.mixed,
+                targets={role: config.workers.count(role) for role in Role},
                 start_timeout_s=config.workers.start_timeout_s,
                 backoff_s=config.workers.restart_backoff_s,
                 stall_s=config.workers.stall_timeout_s,
@@ -70,6 +73,8 @@ class Controller:
         self._server = ChannelServer(channel, self)
         self._workers: dict[Channel, tuple[WorkerId, Incarnation]] = {}
         self._ingresses: set[Channel] = set()
+        self._announced: dict[Channel, tuple[WorkerInfo, ...]] = {}
+        self._searches: dict[int, _Search] = {}
         self._scrapes: dict[int, _Scrape] = {}
         self._num_scrapes = 0
         self._view_no = 0
@@ -94,6 +99,24 @@ class Controller:
             last_deaths=self._membership.last_deaths,
             controller_pid=os.getpid(),
         )
+
+    async def explain(self, prefix: str) -> tuple[Trace, ...]:
+        """Return the timelines that every process has of a client request."""
+        await self.endpoint()
+        self._num_scrapes += 1
+        number = self._num_scrapes
+        peers = {*self._workers, *self._ingresses}
+        search = self._searches[number] = _Search(len(peers))
+        try:
+            for peer in peers:
+                self._post(peer, TraceRequest(query_id=number, prefix=prefix))
+            async with asyncio.timeout(METRICS_TIMEOUT_S):
+                await search.all_here.wait()
+        except TimeoutError:
+            logger.warning("some processes did not answer about %s", prefix)
+        finally:
+            del self._searches[number]
+        return tuple(trace for trace in search.traces if trace.timelines)
 
     async def stop_workers(self) -> None:
         """Remove every worker and start no more: the deployment goes down."""
@@ -134,7 +157,7 @@ class Controller:
         self._view_wanted.set()
         try:
             if isinstance(instruction, StartWorker):
-                await asyncio.to_thread(self._launcher.start, instruction.worker_id)
+                await asyncio.to_thread(self._launcher.start, instruction.worker_id, instruction.role)
                 self._remember(self._watch_start(instruction.worker_id))
                 return
             logger.warning("worker_id=%s removed: %s", instruction.worker_id, instruction.cause)
@@ -159,9 +182,21 @@ class Controller:
                 # Ingresses know the workers better than a controller that has just restarted.
                 continue
             self._view_no += 1
-            view = View(sequence_no=self._view_no, workers=self._membership.view())
+            workers = self._membership.view()
+            view = View(sequence_no=self._view_no, workers=workers)
             for channel in tuple(self._ingresses):
                 self._post(channel, view)
+            self._announce_peers(workers)
+
+    def _announce_peers(self, workers: tuple[WorkerView, ...]) -> None:
+        """Tell the decode workers, when it has changed, which prefill workers to keep a link to."""
+        ready = tuple(
+            view.info for view in workers if view.info.role is Role.PREFILL and view.state is WorkerState.READY
+        )
+        for channel, (worker_id, _) in list(self._workers.items()):
+            if role_of(worker_id) is Role.DECODE and self._announced.get(channel) != ready:
+                self._announced[channel] = ready
+                self._post(channel, Peers(workers=ready))
 
     # Channels.
 
@@ -171,6 +206,7 @@ class Controller:
     def channel_closed(self, channel: Channel, reason: str) -> None:
         """See ChannelHandler."""
         self._ingresses.discard(channel)
+        self._announced.pop(channel, None)
         worker = self._workers.pop(channel, None)
         # A worker that is back over a new channel is not lost when its old one ends.
         if worker is not None and worker not in self._workers.values():
@@ -198,6 +234,10 @@ class Controller:
                 self._scrape(channel, query_id)
             case MetricsText():
                 self._collect(message)
+            case Trace(query_id=query_id) if query_id in self._searches:
+                self._searches[query_id].take(message)
+            case Trace():
+                logger.debug("a timeline came too late")
             case _:
                 channel.close(f"unexpected {type(message).__name__}")
 
@@ -261,6 +301,20 @@ class Controller:
         scrape = self._scrapes.pop(number, None)
         if scrape is not None:
             self._post(scrape.channel, MetricsAnswer(query_id=scrape.query_id, texts=tuple(scrape.texts)))
+
+
+class _Search:
+    def __init__(self, num_peers: int) -> None:
+        self._num_peers = num_peers
+        self.traces: list[Trace] = []
+        self.all_here = asyncio.Event()
+        if num_peers == 0:
+            self.all_here.set()
+
+    def take(self, trace: Trace) -> None:
+        self.traces.append(trace)
+        if len(self.traces) == self._num_peers:
+            self.all_here.set()
 
 
 class _Scrape:

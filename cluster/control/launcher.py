@@ -19,11 +19,12 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from pdserve.cluster.base.ids import WorkerId
+from pdserve.cluster.base.worker_info import Role
 
 logger = logging.getLogger(__name__)
 
-Creator = Callable[[WorkerId, dict[str, object]], object]
-"""Creates the actor of a worker with the given Ray options; injected: the control plane imports no worker code."""
+Creator = Callable[[WorkerId, Role, dict[str, object]], object]
+"""Creates the actor of a worker in a role, with Ray options; injected: the control plane imports no worker code."""
 
 
 class Launcher:
@@ -35,12 +36,13 @@ class Launcher:
         self._num_cpus = num_cpus
         self._create = create
 
-    def start(self, worker_id: WorkerId) -> None:
+    def start(self, worker_id: WorkerId, role: Role) -> None:
         """Create a worker's placement group and actor; they are scheduled when resources allow."""
         name = self._prefix + worker_id
         group = placement_group([{"CPU": self._num_cpus}], strategy="PACK", name=name, lifetime="detached")
         self._create(
             worker_id,
+            role,
             {
                 "name": name,
                 "namespace": self._namespace,

@@ -10,11 +10,12 @@ Events in, instructions out. A dead worker is removed and, after a back-off that
 replaced. The shell (controller) executes instructions and calls `tick` regularly.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pdserve.cluster.base.clock import Clock
 from pdserve.cluster.base.ids import Incarnation, WorkerId
-from pdserve.cluster.base.worker_info import WorkerInfo, WorkerLoad, WorkerState, WorkerView
+from pdserve.cluster.base.worker_info import Role, WorkerInfo, WorkerLoad, WorkerState, WorkerView
 
 MAX_BACKOFF_S = 60.0
 STALL_STEPS = 5.0
@@ -25,6 +26,7 @@ class StartWorker:
     """Create this worker."""
 
     worker_id: WorkerId
+    role: Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +44,7 @@ Instruction = StartWorker | RemoveWorker
 class MembershipSettings:
     """Targets and deadlines."""
 
-    target: int
+    targets: Mapping[Role, int]
     start_timeout_s: float
     backoff_s: float
     lost_grace_s: float = 1.0
@@ -68,7 +70,7 @@ class Membership:
         self._clock = clock
         self._members: dict[WorkerId, _Member] = {}
         self._adopted: set[WorkerId] = set()
-        self._num_started = 0
+        self._num_started: dict[Role, int] = {}
         self._deaths_in_row = 0
         self._next_start_time = 0.0
         self._last_deaths: list[str] = []
@@ -89,7 +91,8 @@ class Membership:
         """A worker of an earlier controller was found by name; it will register by itself."""
         self._adopted.add(worker_id)
         self._members[worker_id] = _Member(WorkerState.STARTING, self._clock.now())
-        self._num_started = max(self._num_started, _number(worker_id) + 1)
+        role = role_of(worker_id)
+        self._num_started[role] = max(self._num_started.get(role, 0), _number(worker_id) + 1)
 
     def registered(self, info: WorkerInfo, load: WorkerLoad) -> bool:
         """A worker is ready, or back; False if it was given up and must not serve."""
@@ -143,12 +146,20 @@ class Membership:
             if cause is not None:
                 instructions += self._bury(worker_id, cause)
         self._forgive(now)
-        while len(self._members) < self._settings.target and now >= self._next_start_time:
-            worker_id = WorkerId(f"mixed-{self._num_started}")
-            self._num_started += 1
-            self._members[worker_id] = _Member(WorkerState.STARTING, now)
-            instructions.append(StartWorker(worker_id=worker_id))
+        for role, target in self._settings.targets.items():
+            while self._count(role) < target and now >= self._next_start_time:
+                instructions.append(self._start(role, now))
         return instructions
+
+    def _count(self, role: Role) -> int:
+        return sum(role_of(worker_id) is role for worker_id in self._members)
+
+    def _start(self, role: Role, now: float) -> StartWorker:
+        number = self._num_started.get(role, 0)
+        self._num_started[role] = number + 1
+        worker_id = WorkerId(f"{role}-{number}")
+        self._members[worker_id] = _Member(WorkerState.STARTING, now)
+        return StartWorker(worker_id=worker_id, role=role)
 
     def view(self) -> tuple[WorkerView, ...]:
         """Return every worker that has registered and not died."""
@@ -196,6 +207,11 @@ class Membership:
         ready = [member for member in self._members.values() if member.state is WorkerState.READY]
         if ready and all(now - member.since_time > MAX_BACKOFF_S for member in ready):
             self._deaths_in_row = 0
+
+
+def role_of(worker_id: WorkerId) -> Role:
+    """Return the role that a worker was started in: its id begins with it."""
+    return Role(worker_id.rpartition("-")[0])
 
 
 def _number(worker_id: WorkerId) -> int:

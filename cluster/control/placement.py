@@ -1,14 +1,16 @@
-"""Chooses the worker of a request: the least loaded one that is ready. Pure.
+"""Chooses the workers of a request, the least loaded ones that are ready: an owner, and who prefills for it. Pure.
 
-Load is the prompt tokens a worker still has to compute plus what was sent to it since its last report (reservations),
-then the sequences it runs and holds; ties go to the worker that was chosen longest ago.
+A decode or mixed worker owns the request; the prompt of a decode worker's request is computed by a prefill worker, or
+by itself if none is ready (LOCAL). Load is the prompt tokens a worker still has to compute plus what was sent to it
+since its last report (reservations), then the sequences it runs and holds; ties go to the worker that was chosen
+longest ago.
 """
 
 from collections.abc import Sequence
 
 from pdserve.cluster.base.ids import WorkerId
 from pdserve.cluster.base.route import Route
-from pdserve.cluster.base.worker_info import WorkerLoad, WorkerState, WorkerView
+from pdserve.cluster.base.worker_info import Role, WorkerState, WorkerView
 
 DECODE_TOKEN_COST = 8
 """Prompt tokens that one running sequence counts for."""
@@ -33,25 +35,43 @@ class LeastLoaded:
         self._last_choice.pop(worker_id, None)
 
     def choose(self, workers: Sequence[WorkerView], num_prompt_tokens: int, excluded: Sequence[WorkerId] = ()) -> Route:
-        """Return up to three ready workers, least loaded first, and reserve the prompt on the first."""
+        """Return up to three owners and three prefill workers, least loaded first; reserve the prompt on the first."""
         ready = [
             worker for worker in workers if worker.state is WorkerState.READY and worker.info.worker_id not in excluded
         ]
-        if not ready:
+        owners = self._ranked([worker for worker in ready if worker.info.role.owns_requests])
+        if not owners:
             return Route(worker_ids=(), reason="no worker is ready")
-        ranked = sorted(ready, key=self._rank)
-        chosen = ranked[0]
-        worker_id = chosen.info.worker_id
-        reason = f"least loaded of {len(ready)}: cost {self._cost(worker_id, chosen.load)}"
+        prefills = self._ranked([worker for worker in ready if worker.info.role is Role.PREFILL])
+        owner = owners[0]
+        reason = f"least loaded of {len(owners)}: {owner.info.worker_id} cost {self._cost(owner)}"
+        if owner.info.role is Role.DECODE and prefills:
+            reason += f"; prefill, of {len(prefills)}: {prefills[0].info.worker_id} cost {self._cost(prefills[0])}"
+            self._reserve(prefills[0], num_prompt_tokens)
+            self._reserve(owner, 0)
+        else:
+            reason += "; prefill there" if owner.info.role is Role.MIXED else "; LOCAL: no prefill worker is ready"
+            self._reserve(owner, num_prompt_tokens)
+        return Route(
+            worker_ids=tuple(worker.info.worker_id for worker in owners[:MAX_CANDIDATES]),
+            prefill_worker_ids=tuple(worker.info.worker_id for worker in prefills[:MAX_CANDIDATES]),
+            reason=reason,
+        )
+
+    def _reserve(self, worker: WorkerView, num_prompt_tokens: int) -> None:
+        worker_id = worker.info.worker_id
         self._reserved[worker_id] = self._reserved.get(worker_id, 0) + num_prompt_tokens + DECODE_TOKEN_COST
         self._num_choices += 1
         self._last_choice[worker_id] = self._num_choices
-        return Route(worker_ids=tuple(worker.info.worker_id for worker in ranked[:MAX_CANDIDATES]), reason=reason)
+
+    def _ranked(self, workers: list[WorkerView]) -> list[WorkerView]:
+        return sorted(workers, key=self._rank)
 
     def _rank(self, worker: WorkerView) -> tuple[int, int]:
-        worker_id = worker.info.worker_id
-        return self._cost(worker_id, worker.load), self._last_choice.get(worker_id, 0)
+        return self._cost(worker), self._last_choice.get(worker.info.worker_id, 0)
 
-    def _cost(self, worker_id: WorkerId, load: WorkerLoad) -> int:
-        sequences = load.num_running + load.num_waiting
-        return load.num_queued_prompt_tokens + DECODE_TOKEN_COST * sequences + self._reserved.get(worker_id, 0)
+    def _cost(self, worker: WorkerView) -> int:
+        load = worker.load
+        sequences = load.num_running + load.num_waiting + load.num_receiving
+        reserved = self._reserved.get(worker.info.worker_id, 0)
+        return load.num_queued_prompt_tokens + DECODE_TOKEN_COST * sequences + reserved

@@ -13,13 +13,13 @@ from pdserve.cluster.base.clock import ManualClock
 from pdserve.cluster.base.config import LinearKind
 from pdserve.cluster.base.request import Request
 from pdserve.cluster.base.worker_info import NumericsClass
-from pdserve.workers.assembly import AssembledEngine
+from pdserve.workers.assembly import AssembledEngine, kv_layout
 from pdserve.workers.engine.engine import Engine
 from pdserve.workers.engine.plan import Int32, StepPlan
 from pdserve.workers.engine.sampler import sample_rows
 from pdserve.workers.engine.scheduler import SchedulerSettings
 from pdserve.workers.kv.store import KVStore
-from pdserve.workers.model.runner import TransformerRunner
+from pdserve.workers.model.runner import OnLayer, TransformerRunner
 from support.checkpoints import FAMILIES
 from support.engines import make_engine, make_request, prompts_of, run
 
@@ -38,8 +38,8 @@ class RecordingRunner:
     def bind_thread(self) -> None:
         self._runner.bind_thread()
 
-    def execute(self, plan: StepPlan) -> Int32:
-        logits = self._runner.logits(plan).numpy()
+    def execute(self, plan: StepPlan, on_layer: OnLayer | None = None) -> Int32:
+        logits = self._runner.logits(plan, on_layer).numpy()
         for row, (seed, position) in enumerate(zip(plan.sampling.seed, plan.sampling.position, strict=True)):
             self.logits[int(seed), int(position)] = logits[row].copy()
         return sample_rows(logits, plan.sampling, np.arange(len(logits)))
@@ -57,9 +57,8 @@ def record(
 ) -> tuple[Logits, dict[str, list[int]], Engine]:
     """Run requests on a fresh engine over the same loaded model; return logits and texts."""
     model = assembled.model
-    store = KVStore(
-        model.spec, num_blocks=num_blocks, block_size=block_size, dtype=torch.float32, device=torch.device("cpu")
-    )
+    layout = kv_layout(model.spec, block_size, model_digest=model.digest)
+    store = KVStore(layout, num_blocks=num_blocks, device=torch.device("cpu"))
     for layer in range(model.spec.num_layers):
         store.layer(layer).fill_(float("nan"))  # a read of anything not written shows
     runner = RecordingRunner(TransformerRunner(model, store, num_threads=threads))

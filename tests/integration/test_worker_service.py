@@ -7,15 +7,15 @@ from collections.abc import AsyncIterator
 import pytest
 
 from pdserve.cluster.base.errors import NoWorkerError, OverloadedError, WorkerLostError
-from pdserve.cluster.base.ids import IngressId
-from pdserve.cluster.base.request import FinishReason, Request
-from pdserve.router.dispatch import Dispatcher, RequestStream
+from pdserve.cluster.base.request import FinishReason
+from pdserve.router.replay import Replayer
 from pdserve.workers.engine.plan import Int32, StepPlan
 from pdserve.workers.model.digest import DigestRunner
+from pdserve.workers.model.runner import OnLayer
 from pdserve.workers.worker import Worker
 from support.controllers import StubController
 from support.engines import make_digest_engine, make_request, prompts_of
-from support.services import CHANNEL, MODEL, eventually, running_controller, running_worker
+from support.services import MODEL, eventually, generate, running_controller, running_replayer, running_worker
 
 
 class GatedRunner(DigestRunner):
@@ -27,11 +27,11 @@ class GatedRunner(DigestRunner):
         self.gate.set()
         self.fails = False
 
-    def execute(self, plan: StepPlan) -> Int32:
+    def execute(self, plan: StepPlan, on_layer: OnLayer | None = None) -> Int32:
         assert self.gate.wait(20), "the test never opened the gate"
         if self.fails:
             raise RuntimeError("the model exploded")
-        return super().execute(plan)
+        return super().execute(plan, on_layer)
 
 
 @pytest.fixture
@@ -41,32 +41,9 @@ async def controller() -> AsyncIterator[StubController]:
 
 
 @pytest.fixture
-async def dispatcher(controller: StubController) -> AsyncIterator[Dispatcher]:
-    running = Dispatcher(
-        IngressId("test"),
-        CHANNEL,
-        controller.resolve,
-        route_timeout_s=0.3,
-        token_timeout_s=20.0,
-        metrics_text=lambda: "",
-    )
-    running.start()
-    yield running
-    await running.stop()
-
-
-async def collect(stream: RequestStream) -> tuple[list[int], FinishReason | None]:
-    tokens: list[int] = []
-    reason = None
-    async for delta in stream:
-        tokens += delta.token_ids
-        reason = delta.finish_reason
-    return tokens, reason
-
-
-async def generate(dispatcher: Dispatcher, request: Request) -> tuple[list[int], FinishReason | None]:
-    async with dispatcher.open(request) as stream:
-        return await collect(stream)
+async def replayer(controller: StubController) -> AsyncIterator[Replayer]:
+    async with running_replayer(controller, max_attempts=1) as running:
+        yield running
 
 
 def assert_clean(worker: Worker) -> None:
@@ -76,14 +53,14 @@ def assert_clean(worker: Worker) -> None:
     assert load.num_free_blocks == load.num_blocks
 
 
-async def test_many_streams_give_their_own_texts(controller: StubController, dispatcher: Dispatcher) -> None:
+async def test_many_streams_give_their_own_texts(controller: StubController, replayer: Replayer) -> None:
     requests = [
         make_request(str(n), prompt, max_tokens=20, temperature=n % 2, seed=n)
         for n, prompt in enumerate(prompts_of(range(3, 35)))
     ]
     async with running_worker(controller) as worker:
-        await eventually(lambda: dispatcher.has_worker, "connected")
-        results = await asyncio.gather(*(generate(dispatcher, request) for request in requests))
+        await eventually(lambda: replayer.dispatcher.has_worker, "connected")
+        results = await asyncio.gather(*(generate(replayer, request) for request in requests))
         for request, (tokens, reason) in zip(requests, results, strict=True):
             assert tokens == MODEL.generate(request)
             assert reason is FinishReason.LENGTH
@@ -91,10 +68,10 @@ async def test_many_streams_give_their_own_texts(controller: StubController, dis
         assert_clean(worker)
 
 
-async def test_leaving_a_stream_aborts_it_in_the_engine(controller: StubController, dispatcher: Dispatcher) -> None:
+async def test_leaving_a_stream_aborts_it_in_the_engine(controller: StubController, replayer: Replayer) -> None:
     async with running_worker(controller) as worker:
-        await eventually(lambda: dispatcher.has_worker, "connected")
-        async with dispatcher.open(make_request("gone", [10, 11], max_tokens=900)) as stream:
+        await eventually(lambda: replayer.dispatcher.has_worker, "connected")
+        async with replayer.open(make_request("gone", [10, 11], max_tokens=900)) as stream:
             async for _ in stream:
                 break
         await eventually(lambda: worker.load().num_running == 0, "aborted")
@@ -102,16 +79,16 @@ async def test_leaving_a_stream_aborts_it_in_the_engine(controller: StubControll
         assert 'ended_total{reason="abort"} 1.0' in worker.metrics_text()
 
 
-async def test_aborts_while_waiting_leave_nothing(controller: StubController, dispatcher: Dispatcher) -> None:
+async def test_aborts_while_waiting_leave_nothing(controller: StubController, replayer: Replayer) -> None:
     # known_faults B044
     runner = GatedRunner()
     engine = make_digest_engine(MODEL, max_running=1)
     engine.runner = runner
     async with running_worker(controller, engine) as worker:
-        await eventually(lambda: dispatcher.has_worker, "connected")
+        await eventually(lambda: replayer.dispatcher.has_worker, "connected")
         runner.gate.clear()
         tasks = [
-            asyncio.create_task(generate(dispatcher, make_request(str(n), [10 + n], max_tokens=4))) for n in range(20)
+            asyncio.create_task(generate(replayer, make_request(str(n), [10 + n], max_tokens=4))) for n in range(20)
         ]
         await eventually(lambda: worker.num_live == 20, "all are here")
         for task in tasks[:15]:
@@ -124,17 +101,17 @@ async def test_aborts_while_waiting_leave_nothing(controller: StubController, di
         assert_clean(worker)
 
 
-async def test_a_full_queue_answers_busy_and_keeps_nothing(controller: StubController, dispatcher: Dispatcher) -> None:
+async def test_a_full_queue_answers_busy_and_keeps_nothing(controller: StubController, replayer: Replayer) -> None:
     runner = GatedRunner()
     engine = make_digest_engine(MODEL, max_running=1, max_waiting=2)
     engine.runner = runner
     async with running_worker(controller, engine) as worker:
-        await eventually(lambda: dispatcher.has_worker, "connected")
+        await eventually(lambda: replayer.dispatcher.has_worker, "connected")
         runner.gate.clear()
-        tasks = [asyncio.create_task(generate(dispatcher, make_request("0", [10], max_tokens=3)))]
+        tasks = [asyncio.create_task(generate(replayer, make_request("0", [10], max_tokens=3)))]
         await eventually(lambda: worker.load().num_running == 1, "the first is in its step")
         tasks += [
-            asyncio.create_task(generate(dispatcher, make_request(str(n), [10], max_tokens=3))) for n in range(1, 7)
+            asyncio.create_task(generate(replayer, make_request(str(n), [10], max_tokens=3))) for n in range(1, 7)
         ]
         await eventually(lambda: worker.num_live == 7, "all are here")
         runner.gate.set()
@@ -147,59 +124,61 @@ async def test_a_full_queue_answers_busy_and_keeps_nothing(controller: StubContr
 
 
 async def test_a_busy_worker_hands_the_request_to_the_next_of_the_route(
-    controller: StubController, dispatcher: Dispatcher
+    controller: StubController, replayer: Replayer
 ) -> None:
     runner = GatedRunner()
     runner.fails = True
     broken = make_digest_engine(MODEL)
     broken.runner = runner
     async with running_worker(controller, broken, "mixed-0"):
-        await eventually(lambda: dispatcher.has_worker, "connected")
-        assert "exploded" in str(await collect_error(dispatcher, "first"))
+        await eventually(lambda: replayer.dispatcher.has_worker, "connected")
+        assert "exploded" in str(await collect_error(replayer, "first"))
         async with running_worker(controller, None, "mixed-1"):
-            await eventually(lambda: len(dispatcher.controller.view) == 2, "both are known")
-            await eventually(lambda: all(link.is_open for link in dispatcher._links.values()), "both are connected")
+            await eventually(lambda: len(replayer.dispatcher.controller.view) == 2, "both are known")
+            await eventually(
+                lambda: all(link.is_open for link in replayer.dispatcher._links.values()), "both are connected"
+            )
             request = make_request("second", [10, 11], max_tokens=4)
-            assert (await generate(dispatcher, request))[0] == MODEL.generate(request)
+            assert (await generate(replayer, request))[0] == MODEL.generate(request)
 
 
 async def test_an_engine_exception_ends_requests_with_its_cause_and_marks_the_worker(
-    controller: StubController, dispatcher: Dispatcher
+    controller: StubController, replayer: Replayer
 ) -> None:
     runner = GatedRunner()
     engine = make_digest_engine(MODEL)
     engine.runner = runner
     async with running_worker(controller, engine) as worker:
-        await eventually(lambda: dispatcher.has_worker, "connected")
+        await eventually(lambda: replayer.dispatcher.has_worker, "connected")
         runner.gate.clear()
-        tasks = [asyncio.create_task(collect_error(dispatcher, f"r{n}")) for n in range(5)]
+        tasks = [asyncio.create_task(collect_error(replayer, f"r{n}")) for n in range(5)]
         await eventually(lambda: worker.num_live == 5, "all are here")
         runner.fails = True
         runner.gate.set()
         assert await asyncio.gather(*tasks) == ["the engine failed: RuntimeError: the model exploded"] * 5
         await eventually(lambda: any("the model exploded" in text for text in controller.failures), "reported")
         with pytest.raises(NoWorkerError, match="the model exploded"):
-            await generate(dispatcher, make_request("late", [10]))
+            await generate(replayer, make_request("late", [10]))
 
 
-async def collect_error(dispatcher: Dispatcher, name: str) -> str | None:
+async def collect_error(replayer: Replayer, name: str) -> str | None:
     error = None
-    async with dispatcher.open(make_request(name, [10, 11], max_tokens=50)) as stream:
+    async with replayer.open(make_request(name, [10, 11], max_tokens=50)) as stream:
         async for delta in stream:
             error = delta.error
     return error
 
 
 async def test_a_broken_channel_is_reclaimed_without_a_missing_or_doubled_token(
-    controller: StubController, dispatcher: Dispatcher
+    controller: StubController, replayer: Replayer
 ) -> None:
     runner = GatedRunner()
     engine = make_digest_engine(MODEL)
     engine.runner = runner
     request = make_request("r", [10, 11, 12], max_tokens=200)
     async with running_worker(controller, engine) as worker:
-        await eventually(lambda: dispatcher.has_worker, "connected")
-        async with dispatcher.open(request) as stream:
+        await eventually(lambda: replayer.dispatcher.has_worker, "connected")
+        async with replayer.open(request) as stream:
             tokens: list[int] = []
             async for delta in stream:
                 tokens += delta.token_ids
@@ -212,25 +191,19 @@ async def test_a_broken_channel_is_reclaimed_without_a_missing_or_doubled_token(
 
 
 async def test_what_nobody_reclaims_is_aborted(controller: StubController) -> None:
-    lonely = Dispatcher(
-        IngressId("lonely"),
-        CHANNEL,
-        controller.resolve,
-        route_timeout_s=0.3,
-        token_timeout_s=5.0,
-        metrics_text=lambda: "",
-    )
-    lonely.start()
     runner = GatedRunner()
     engine = make_digest_engine(MODEL)
     engine.runner = runner
-    async with running_worker(controller, engine) as worker:
-        await eventually(lambda: lonely.has_worker, "connected")
+    async with (
+        running_replayer(controller, max_attempts=1, token_timeout_s=5.0) as lonely,
+        running_worker(controller, engine) as worker,
+    ):
+        await eventually(lambda: lonely.dispatcher.has_worker, "connected")
         runner.gate.clear()
         task = asyncio.create_task(generate(lonely, make_request("r", [10], max_tokens=900)))
         await eventually(lambda: worker.num_live == 1, "here")
         # The ingress dies: its links vanish without an abort.
-        for link in list(lonely._links.values()):
+        for link in list(lonely.dispatcher._links.values()):
             await link._client.stop()
         runner.gate.set()
         await eventually(lambda: worker.num_live == 0, "reaped")
@@ -238,18 +211,17 @@ async def test_what_nobody_reclaims_is_aborted(controller: StubController) -> No
         assert_clean(worker)
         with pytest.raises(WorkerLostError):
             await task
-    await lonely.stop()
 
 
 async def test_a_worker_that_dies_ends_its_streams_with_an_error_that_says_so(
-    controller: StubController, dispatcher: Dispatcher
+    controller: StubController, replayer: Replayer
 ) -> None:
     runner = GatedRunner()
     engine = make_digest_engine(MODEL)
     engine.runner = runner
     async with running_worker(controller, engine) as worker:
-        await eventually(lambda: dispatcher.has_worker, "connected")
-        task = asyncio.create_task(generate(dispatcher, make_request("r", [10], max_tokens=1000)))
+        await eventually(lambda: replayer.dispatcher.has_worker, "connected")
+        task = asyncio.create_task(generate(replayer, make_request("r", [10], max_tokens=1000)))
         await eventually(lambda: worker.load().num_generated_tokens > 3, "it streams")
         runner.gate.clear()
         await worker._server.stop()
@@ -257,29 +229,29 @@ async def test_a_worker_that_dies_ends_its_streams_with_an_error_that_says_so(
             await task
         runner.gate.set()
     with pytest.raises(NoWorkerError):
-        await generate(dispatcher, make_request("next", [10]))
+        await generate(replayer, make_request("next", [10]))
 
 
 async def test_without_an_answer_of_the_controller_the_last_view_routes(
-    controller: StubController, dispatcher: Dispatcher
+    controller: StubController, replayer: Replayer
 ) -> None:
     async with running_worker(controller):
-        await eventually(lambda: dispatcher.has_worker, "connected")
+        await eventually(lambda: replayer.dispatcher.has_worker, "connected")
         controller.answers_routes = False
         slow = make_request("slow", [10, 11], max_tokens=3)
-        assert (await generate(dispatcher, slow))[0] == MODEL.generate(slow)
+        assert (await generate(replayer, slow))[0] == MODEL.generate(slow)
         await controller.stop()
-        await eventually(lambda: not dispatcher.controller.is_connected, "the controller is gone")
+        await eventually(lambda: not replayer.dispatcher.controller.is_connected, "the controller is gone")
         gone = make_request("gone", [10, 11], max_tokens=3)
-        assert (await generate(dispatcher, gone))[0] == MODEL.generate(gone)
+        assert (await generate(replayer, gone))[0] == MODEL.generate(gone)
 
 
 async def test_an_impossible_request_is_refused_with_an_error_not_a_hang(
-    controller: StubController, dispatcher: Dispatcher
+    controller: StubController, replayer: Replayer
 ) -> None:
     async with running_worker(controller) as worker:
-        await eventually(lambda: dispatcher.has_worker, "connected")
-        async with dispatcher.open(make_request("huge", [10], max_tokens=10**6)) as stream:
+        await eventually(lambda: replayer.dispatcher.has_worker, "connected")
+        async with replayer.open(make_request("huge", [10], max_tokens=10**6)) as stream:
             deltas = [delta async for delta in stream]
         assert deltas[0].finish_reason is FinishReason.ERROR
         assert "this worker holds 1024" in (deltas[0].error or "")

@@ -5,6 +5,7 @@ from pdserve.cluster.base.messages import (
     MetricsAnswer,
     MetricsQuery,
     MetricsText,
+    Peers,
     Register,
     Registered,
     Report,
@@ -15,7 +16,7 @@ from pdserve.cluster.base.messages import (
 )
 from pdserve.cluster.base.route import Route
 from pdserve.cluster.base.wire import Channel, ChannelServer, ChannelSettings
-from pdserve.cluster.base.worker_info import Endpoint, WorkerInfo, WorkerLoad, WorkerState, WorkerView
+from pdserve.cluster.base.worker_info import Endpoint, Role, WorkerInfo, WorkerLoad, WorkerState, WorkerView
 
 
 class StubController:
@@ -45,7 +46,11 @@ class StubController:
         return self.endpoint
 
     def publish(self) -> None:
-        """Send everyone the present view."""
+        """Send everyone the present view, and decode workers their prefill workers."""
+        prefills = tuple(info for info in self.workers.values() if info.role is Role.PREFILL)
+        for channel, info in self.workers.items():
+            if info.role is Role.DECODE and channel.is_open:
+                channel.post(Peers(workers=prefills))
         for channel in self._ingresses:
             if channel.is_open:
                 channel.post(self._view())
@@ -56,12 +61,22 @@ class StubController:
         )
         return View(sequence_no=1, workers=workers)
 
+    def _route(self, query: RouteQuery) -> Route:
+        """Everyone in order of registration; workers that were lost only at the end."""
+        infos = sorted(self.workers.values(), key=lambda info: info.worker_id in query.excluded)
+        return Route(
+            worker_ids=tuple(info.worker_id for info in infos if info.role.owns_requests),
+            prefill_worker_ids=tuple(info.worker_id for info in infos if info.role is Role.PREFILL),
+            reason="all",
+        )
+
     def channel_opened(self, channel: Channel) -> None:
         """See ChannelHandler."""
 
     def channel_closed(self, channel: Channel, reason: str) -> None:
         """See ChannelHandler."""
-        self.workers.pop(channel, None)
+        if self.workers.pop(channel, None) is not None:
+            self.publish()
         if channel in self._ingresses:
             self._ingresses.remove(channel)
 
@@ -78,8 +93,7 @@ class StubController:
             case Report(load=load):
                 self.loads.append(load)
             case RouteQuery(query_id=query_id) if self.answers_routes:
-                worker_ids = tuple(info.worker_id for info in self.workers.values())
-                channel.post(RouteAnswer(query_id=query_id, route=Route(worker_ids=worker_ids, reason="all")))
+                channel.post(RouteAnswer(query_id=query_id, route=self._route(message)))
             case MetricsQuery(query_id=query_id):
                 text = MetricsText(query_id=query_id, process="stub", text="")
                 channel.post(MetricsAnswer(query_id=query_id, texts=(text,)))

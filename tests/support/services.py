@@ -7,13 +7,20 @@ from pathlib import Path
 
 import httpx
 
-from pdserve.cluster.base.config import IngressConfig
-from pdserve.cluster.base.ids import WorkerId
+from pdserve.cluster.base.clock import SystemClock
+from pdserve.cluster.base.config import IngressConfig, TransferConfig
+from pdserve.cluster.base.ids import IngressId, WorkerId, draw_incarnation
+from pdserve.cluster.base.request import FinishReason, Request
+from pdserve.cluster.base.timeline import Timelines
 from pdserve.cluster.base.wire import ChannelSettings
 from pdserve.cluster.base.worker_info import Endpoint, WorkerInfo
+from pdserve.router.dispatch import Dispatcher
 from pdserve.router.ingress import IngressSettings, build_app
+from pdserve.router.replay import Replayer, ReplaySettings, RequestRun
 from pdserve.workers.engine.engine import Engine
-from pdserve.workers.model.digest import DigestModel
+from pdserve.workers.kv.copy import BlockCopier
+from pdserve.workers.kv.store import KVStore
+from pdserve.workers.model.digest import DigestModel, DigestRunner
 from pdserve.workers.worker import Worker, WorkerSettings
 from support.controllers import StubController
 from support.engines import make_digest_engine
@@ -47,25 +54,79 @@ async def running_controller() -> AsyncIterator[StubController]:
 
 @asynccontextmanager
 async def running_worker(
-    controller: StubController, engine: Engine | None = None, name: str = "mixed-0"
+    controller: StubController,
+    engine: Engine | None = None,
+    name: str = "mixed-0",
+    *,
+    store: KVStore | None = None,
+    transfer: TransferConfig | None = None,
+    make_copier: Callable[[KVStore], BlockCopier] = BlockCopier,
 ) -> AsyncIterator[Worker]:
-    """A worker that has registered."""
+    """A worker that has registered, in the role that its name says, on the digest model unless told."""
+    engine = engine or make_digest_engine(MODEL)
+    if store is None:
+        assert isinstance(engine.runner, DigestRunner), "a real model's store must be given"
+        store = engine.runner.store
+    incarnation = draw_incarnation()
 
     def describe(endpoint: Endpoint) -> WorkerInfo:
-        return make_info(WorkerId(name), endpoint=endpoint)
+        return make_info(WorkerId(name), endpoint=endpoint, incarnation=incarnation)
 
-    worker = Worker(
-        engine or make_digest_engine(MODEL),
-        WorkerSettings(host="127.0.0.1", channel=CHANNEL),
-        describe,
-        controller.resolve,
+    settings = WorkerSettings(
+        host="127.0.0.1",
+        channel=CHANNEL,
+        transfer=transfer or TransferConfig(slot_bytes=64 << 10),
+        copier=make_copier(store),
+        max_waiting=256,
+        clock=SystemClock(),
     )
+    worker = Worker(engine, settings, describe, controller.resolve)
     await worker.start()
     await eventually(lambda: any(info.worker_id == name for info in controller.workers.values()), f"{name} registers")
     try:
         yield worker
     finally:
         await worker.stop()
+
+
+@asynccontextmanager
+async def running_replayer(
+    controller: StubController, *, max_attempts: int = 3, replay_timeout_s: float = 10.0, token_timeout_s: float = 20.0
+) -> AsyncIterator[Replayer]:
+    """What an ingress runs its requests on, without HTTP."""
+    clock = SystemClock()
+    timelines = Timelines(clock)
+    dispatcher = Dispatcher(
+        IngressId("test"),
+        CHANNEL,
+        controller.resolve,
+        route_timeout_s=0.3,
+        token_timeout_s=token_timeout_s,
+        metrics_text=lambda: "",
+        traces=timelines.matching,
+    )
+    dispatcher.start()
+    settings = ReplaySettings(max_attempts=max_attempts, replay_timeout_s=replay_timeout_s)
+    try:
+        yield Replayer(dispatcher, settings, timelines, clock, lambda: None)
+    finally:
+        await dispatcher.stop()
+
+
+async def collect(run: RequestRun) -> tuple[list[int], FinishReason | None]:
+    """Return a request's tokens and its ending."""
+    tokens: list[int] = []
+    reason = None
+    async for delta in run:
+        tokens += delta.token_ids
+        reason = delta.finish_reason
+    return tokens, reason
+
+
+async def generate(replayer: Replayer, request: Request) -> tuple[list[int], FinishReason | None]:
+    """Run a request to its ending."""
+    async with replayer.open(request) as run:
+        return await collect(run)
 
 
 @asynccontextmanager

@@ -13,13 +13,18 @@ from pdserve.cluster.base.worker_info import (
 
 
 def make_info(
-    worker_id: WorkerId, *, incarnation: str = "life", endpoint: Endpoint | None = None, max_model_len: int = 1024
+    worker_id: WorkerId,
+    *,
+    incarnation: str = "life",
+    endpoint: Endpoint | None = None,
+    max_model_len: int = 1024,
+    role: Role | None = None,
 ) -> WorkerInfo:
-    """Return the facts of a worker."""
+    """Return the facts of a worker; its role is what its name begins with, unless told."""
     return WorkerInfo(
         worker_id=worker_id,
         incarnation=Incarnation(incarnation),
-        role=Role.MIXED,
+        role=role or _role(worker_id),
         endpoint=endpoint or Endpoint(host="127.0.0.1", port=1),
         pid=1,
         device="cpu",
@@ -35,6 +40,11 @@ def make_info(
         max_running=16,
         memory_bytes=1,
     )
+
+
+def _role(worker_id: WorkerId) -> Role:
+    prefix = worker_id.rpartition("-")[0]
+    return Role(prefix) if prefix in list(Role) else Role.MIXED
 
 
 def make_view(name: str, load: WorkerLoad | None = None, state: WorkerState = WorkerState.READY) -> WorkerView:

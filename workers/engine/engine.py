@@ -1,11 +1,13 @@
 """The engine: scheduler and model joined by one step. The same for every role; not thread-safe (one thread owns it)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from pdserve.cluster.base.clock import Clock
 from pdserve.cluster.base.request import TokenDelta
 from pdserve.workers.engine.block_pool import BlockPool
-from pdserve.workers.engine.scheduler import Scheduler, SchedulerSettings
+from pdserve.workers.engine.scheduler import PlannedPrefill, Scheduler, SchedulerSettings
 from pdserve.workers.model.runner import ModelRunner
 
 
@@ -29,17 +31,35 @@ class StepTimes:
         self.mean_s = duration_s if self.mean_s == 0.0 else 0.9 * self.mean_s + 0.1 * duration_s
 
 
+class KVExports(Protocol):
+    """Ships the KV of prefill-only sequences while it is computed."""
+
+    def begin_step(self, prefills: Sequence[PlannedPrefill]) -> bool:
+        """Learn what the step computes; True if layers should be announced."""
+
+    def layer_done(self, layer: int) -> None:
+        """The step's KV of this layer is in the store."""
+
+
 class Engine:
     """Runs requests on one model."""
 
     def __init__(
-        self, settings: SchedulerSettings, runner: ModelRunner, *, num_groups: int, num_blocks: int, clock: Clock
+        self,
+        settings: SchedulerSettings,
+        runner: ModelRunner,
+        *,
+        num_groups: int,
+        num_blocks: int,
+        clock: Clock,
+        promised_share: float = 0.25,
     ) -> None:
-        self.pool = BlockPool(num_groups=num_groups, num_blocks=num_blocks)
+        self.pool = BlockPool(num_groups=num_groups, num_blocks=num_blocks, promised_share=promised_share)
         self.scheduler = Scheduler(settings, self.pool, clock)
         self.runner = runner
         self.times = StepTimes()
         self.num_steps = 0
+        self.exports: KVExports | None = None
         self._clock = clock
 
     def step(self) -> list[TokenDelta]:
@@ -48,7 +68,10 @@ class Engine:
         if plan is None:
             return []
         start_time = self._clock.now()
-        deltas = self.scheduler.update(self.runner.execute(plan))
+        exports = self.exports
+        has_exports = exports is not None and exports.begin_step(self.scheduler.planned_prefills())
+        token_ids = self.runner.execute(plan, exports.layer_done if exports is not None and has_exports else None)
+        deltas = self.scheduler.update(token_ids)
         self.times.observe(self._clock.now() - start_time)
         self.num_steps += 1
         return deltas

@@ -11,7 +11,7 @@ from pdserve.workers.engine.plan import Int32, Int64, SamplingArrays
 
 
 class RowTables:
-    """Rows 0 … num_rows - 1; a running sequence holds one."""
+    """Rows 0 … num_rows - 1; a running sequence holds one, and so does a reservation."""
 
     def __init__(self, *, num_rows: int, num_groups: int, num_blocks: int) -> None:
         self._free = list(range(num_rows - 1, -1, -1))
@@ -23,15 +23,25 @@ class RowTables:
         self._min_p = np.zeros(num_rows)
         self._seed = np.zeros(num_rows, np.uint64)
 
-    def take_row(self, sampling: SamplingParams) -> int:
-        """Take a free row for a sequence; `return_row` gives it back."""
-        row = self._free.pop()
+    def take_row(self) -> int | None:
+        """Take a free row; None if there is none. `return_row` gives it back. From any thread."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return None
+
+    def fill_row(self, row: int, sampling: SamplingParams) -> None:
+        """Set the sampling parameters of a row that was taken."""
         self._temperature[row] = sampling.temperature
         self._top_k[row] = sampling.top_k
         self._top_p[row] = sampling.top_p
         self._min_p[row] = sampling.min_p
         self._seed[row] = sampling.seed
-        return row
+
+    @property
+    def has_free_row(self) -> bool:
+        """True if a row can be taken now."""
+        return bool(self._free)
 
     def return_row(self, row: int) -> None:
         """Free a row."""

@@ -6,9 +6,11 @@ Pure: no I/O, no torch, no clock but the injected one.
 
 Blocks are bound as a sequence grows. When none is free the youngest running sequence is put back and recomputed later.
 No deadlock: a request whose worst case exceeds the pool is refused on arrival, so the oldest running sequence can
-always finish once the younger ones are put back.
+always finish once the younger ones are put back, and reservations end without its help (they join, and are then the
+youngest, or fail by their own deadlines).
 """
 
+from bisect import insort
 from collections import deque
 from dataclasses import dataclass
 
@@ -18,8 +20,9 @@ from pdserve.cluster.base.clock import Clock
 from pdserve.cluster.base.errors import InvalidRequestError, OverloadedError
 from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.request import FinishReason, Request, TokenDelta
-from pdserve.workers.engine.block_pool import BlockPool
+from pdserve.workers.engine.block_pool import BlockLists, BlockPool
 from pdserve.workers.engine.plan import Int32, StepPlan
+from pdserve.workers.engine.reservation import Reservation, Reservations
 from pdserve.workers.engine.row_tables import RowTables
 from pdserve.workers.engine.sequence import Sequence, SequenceState, blocks_for, worst_case_tokens
 
@@ -38,6 +41,16 @@ class SchedulerSettings:
     eos_token_ids: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedPrefill:
+    """What the present plan computes of a prefill-only sequence; `blocks` are its tables, one list per group."""
+
+    request_id: RequestId
+    first_token: int
+    end_token: int
+    blocks: BlockLists
+
+
 class Scheduler:
     """Owns the sequences of a worker and their blocks.
 
@@ -50,6 +63,7 @@ class Scheduler:
         self._settings = settings
         self._pool = pool
         self._clock = clock
+        # Both in order of arrival; a request that joins with its KV arrives when it joins.
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._sequences: dict[Key, Sequence] = {}
@@ -59,6 +73,7 @@ class Scheduler:
             num_groups=pool.num_groups,
             num_blocks=blocks_for(settings.max_model_len, settings.block_size),
         )
+        self.reservations = Reservations(pool, self._tables, settings.block_size)
         self._num_arrivals = 0
         self._queue_times: list[float] = []
         self.num_preemptions = 0
@@ -81,9 +96,11 @@ class Scheduler:
         """True if a sequence is not finished."""
         return bool(self._sequences)
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises InvalidRequestError if it can never run, OverloadedError if the queue is full."""
+    def check(self, request: Request, *, is_prefill_only: bool = False) -> None:
+        """Raise InvalidRequestError if the request can never run here. From any thread."""
         worst = worst_case_tokens(request)
+        if is_prefill_only:
+            worst = len(request.prompt_token_ids) + len(request.resume_token_ids) + 1
         capacity = min(self._settings.max_model_len, self._pool.num_blocks * self._settings.block_size)
         if worst > capacity:
             raise InvalidRequestError(
@@ -91,23 +108,45 @@ class Scheduler:
             )
         if not request.prompt_token_ids or len(request.resume_token_ids) >= request.sampling.max_tokens:
             raise InvalidRequestError("nothing to compute: empty prompt or no token left to sample", param="prompt")
-        key = (request.request_id, request.attempt)
-        if key in self._sequences:
-            raise InvalidRequestError(f"request {key} is already here", param="request_id")
+
+    def add(self, request: Request, *, is_prefill_only: bool = False) -> None:
+        """Queue a request. Raises InvalidRequestError if it can never run, OverloadedError if the queue is full."""
+        self.check(request, is_prefill_only=is_prefill_only)
         # Requests that the next step can admit do not count as waiting.
         num_queued = len(self._waiting) + len(self._running) - self._settings.max_running
         if num_queued >= self._settings.max_waiting:
             raise OverloadedError(f"{num_queued} requests are waiting, the most allowed")
+        self._waiting.append(self._arrive(request, is_prefill_only=is_prefill_only))
+
+    def join(self, request: Request, reservation: Reservation, num_computed_tokens: int) -> None:
+        """Take a request in whose first `num_computed_tokens` have their KV in the reservation's blocks.
+
+        The reservation ends here. Raises InvalidRequestError if the request is here already; then it does not.
+        """
+        sequence = self._arrive(request, is_prefill_only=False)
+        self.reservations.joined(reservation)
+        sequence.blocks = reservation.blocks
+        sequence.num_computed_tokens = num_computed_tokens
+        self.num_queued_prompt_tokens -= num_computed_tokens
+        for group, blocks in enumerate(sequence.blocks):
+            self._tables.extend(group, reservation.row, 0, blocks)
+        self._run(sequence, reservation.row)
+
+    def _arrive(self, request: Request, *, is_prefill_only: bool) -> Sequence:
+        key = (request.request_id, request.attempt)
+        if key in self._sequences:
+            raise InvalidRequestError(f"request {key} is already here", param="request_id")
         sequence = Sequence(
             request,
             num_groups=self._pool.num_groups,
             arrival_no=self._num_arrivals,
             arrival_time=self._clock.now(),
+            is_prefill_only=is_prefill_only,
         )
         self._num_arrivals += 1
         self._sequences[key] = sequence
-        self._waiting.append(sequence)
         self.num_queued_prompt_tokens += sequence.num_remaining_tokens
+        return sequence
 
     def abort(self, request_id: RequestId, attempt: int) -> bool:
         """Drop a request and free its blocks; False if it is not here. Called between steps only."""
@@ -130,9 +169,10 @@ class Scheduler:
             if budget > 0 and sequence.state is SequenceState.RUNNING:
                 budget += self._plan_running(sequence, budget)
         while self._waiting and budget > 0 and self._can_admit(self._waiting[0]):
-            sequence = self._waiting.popleft()
-            self._admit(sequence)
-            budget -= self._plan(sequence, budget)
+            num_scheduled = self._admit(self._waiting[0], budget)
+            if num_scheduled == 0:
+                break
+            budget -= num_scheduled
         return self._build_plan() if self._planned else None
 
     def update(self, token_ids: Int32) -> list[TokenDelta]:
@@ -157,7 +197,7 @@ class Scheduler:
         self.num_queued_prompt_tokens += 1
         self.num_sampled_tokens += 1
         reason = self._finish_reason(sequence, token_id)
-        if reason is not None:
+        if reason is not None or sequence.is_prefill_only:
             self._finish(sequence)
         return TokenDelta(
             request_id=request.request_id,
@@ -181,25 +221,28 @@ class Scheduler:
         """Plan the sequence's next tokens, putting younger ones back for blocks; return the change of the budget."""
         num_scheduled = min(sequence.num_remaining_tokens, budget)
         returned = 0
-        while self._blocks_missing(sequence, num_scheduled) > self._pool.num_free:
+        while not self._bind_blocks(sequence, num_scheduled):
             victim = self._running[-1]
             if victim is sequence:
                 # Nothing younger is left: wait for the older ones to finish.
                 return returned
             returned += self._preempt(victim)
-        return returned - self._plan(sequence, budget)
-
-    def _plan(self, sequence: Sequence, budget: int) -> int:
-        num_scheduled = min(sequence.num_remaining_tokens, budget)
-        missing = self._blocks_missing(sequence, num_scheduled)
-        if missing:
-            assert sequence.slot is not None
-            for group, blocks in enumerate(sequence.blocks):
-                new = self._pool.allocate(group, missing)
-                self._tables.extend(group, sequence.slot, len(blocks), new)
-                blocks.extend(new)
         self._planned[sequence] = num_scheduled
-        return num_scheduled
+        return returned - num_scheduled
+
+    def _bind_blocks(self, sequence: Sequence, num_scheduled: int) -> bool:
+        """Give a sequence that has a slot the blocks for its next tokens; False if they cannot be had."""
+        missing = self._blocks_missing(sequence, num_scheduled)
+        if missing <= 0:
+            return True
+        new = self._pool.allocate(missing)
+        if new is None:
+            return False
+        assert sequence.slot is not None
+        for group, blocks in enumerate(sequence.blocks):
+            self._tables.extend(group, sequence.slot, len(blocks), new[group])
+            blocks.extend(new[group])
+        return True
 
     def _blocks_missing(self, sequence: Sequence, num_scheduled: int) -> int:
         needed = blocks_for(sequence.num_computed_tokens + num_scheduled, self._settings.block_size)
@@ -207,7 +250,7 @@ class Scheduler:
 
     def _can_admit(self, sequence: Sequence) -> bool:
         needed = blocks_for(sequence.num_tokens + 1, self._settings.block_size)
-        return len(self._running) < self._settings.max_running and needed <= self._unbound_blocks()
+        return self._tables.has_free_row and needed <= self._unbound_blocks()
 
     def _unbound_blocks(self) -> int:
         """Free blocks less those that running prefills still need for what they already know."""
@@ -216,15 +259,33 @@ class Scheduler:
             for sequence in self._running
             if sequence.num_remaining_tokens > 1
         )
-        return self._pool.num_free - promised
+        return self._pool.num_available - promised
 
-    def _admit(self, sequence: Sequence) -> None:
-        sequence.slot = self._tables.take_row(sequence.request.sampling)
+    def _admit(self, sequence: Sequence, budget: int) -> int:
+        """Run the first waiting sequence; return the tokens planned, 0 if a reservation was quicker."""
+        row = self._tables.take_row()
+        if row is None:
+            return 0
+        sequence.slot = row
+        num_scheduled = min(sequence.num_remaining_tokens, budget)
+        if not self._bind_blocks(sequence, num_scheduled):
+            sequence.slot = None
+            self._tables.return_row(row)
+            return 0
+        self._waiting.popleft()
+        self._run(sequence, row)
+        self._planned[sequence] = num_scheduled
+        return num_scheduled
+
+    def _run(self, sequence: Sequence, row: int) -> None:
+        sequence.slot = row
+        self._tables.fill_row(row, sequence.request.sampling)
         sequence.state = SequenceState.RUNNING
         if sequence.admitted_time is None:
             sequence.admitted_time = self._clock.now()
             self._queue_times.append(sequence.admitted_time - sequence.arrival_time)
-        self._running.append(sequence)
+        # It may be older than what has joined since it arrived.
+        insort(self._running, sequence, key=_arrival_no)
 
     def _preempt(self, sequence: Sequence) -> int:
         """Put a running sequence back; return the budget that its planned tokens had taken."""
@@ -232,7 +293,7 @@ class Scheduler:
         self.num_queued_prompt_tokens += sequence.num_computed_tokens
         sequence.num_computed_tokens = 0
         sequence.state = SequenceState.WAITING
-        self._waiting.appendleft(sequence)
+        insort(self._waiting, sequence, key=_arrival_no)
         self.num_preemptions += 1
         return self._planned.pop(sequence, 0)
 
@@ -275,6 +336,19 @@ class Scheduler:
             sampling=self._tables.sampling(slots[samples], outputs),
         )
 
+    def planned_prefills(self) -> list[PlannedPrefill]:
+        """Return the prefill-only sequences of the present plan."""
+        return [
+            PlannedPrefill(
+                request_id=sequence.request.request_id,
+                first_token=sequence.num_computed_tokens,
+                end_token=sequence.num_computed_tokens + num_scheduled,
+                blocks=sequence.blocks,
+            )
+            for sequence, num_scheduled in self._planned.items()
+            if sequence.is_prefill_only
+        ]
+
     def take_queue_times(self) -> list[float]:
         """Return how long each request admitted since the last call had waited for its first admission."""
         times, self._queue_times = self._queue_times, []
@@ -285,10 +359,12 @@ class Scheduler:
         self._pool.validate()
         for group in range(self._pool.num_groups):
             held = [block for sequence in self._running for block in sequence.blocks[group]]
-            counts = np.bincount(held, minlength=self._pool.num_blocks) if held else np.zeros(self._pool.num_blocks)
+            held += self.reservations.held(group)
+            counts = np.bincount(np.array(held, np.intp), minlength=self._pool.num_blocks) + self._pool.pins(group)
             assert (counts == self._pool.references(group)).all(), f"group {group}: references do not add up"
-        arrivals = [sequence.arrival_no for sequence in (*self._running, *self._waiting)]
-        assert arrivals == sorted(arrivals), "order of arrival is lost"
+        for queue in (self._running, self._waiting):
+            arrivals = [sequence.arrival_no for sequence in queue]
+            assert arrivals == sorted(arrivals), "order of arrival is lost"
         assert len(self._running) + len(self._waiting) == len(self._sequences), "a sequence is lost"
         queued = sum(sequence.num_remaining_tokens for sequence in self._sequences.values())
         assert queued == self.num_queued_prompt_tokens, (
@@ -304,4 +380,8 @@ class Scheduler:
             assert sequence.state is SequenceState.WAITING
             assert sequence.slot is None
             assert not any(sequence.blocks), "a waiting sequence holds blocks"
-        self._tables.validate(num_taken=len(self._running))
+        self._tables.validate(num_taken=len(self._running) + len(self.reservations))
+
+
+def _arrival_no(sequence: Sequence) -> int:
+    return sequence.arrival_no

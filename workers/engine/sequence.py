@@ -2,6 +2,7 @@
 
 Mutable, owned by the scheduler. Life: WAITING ⇄ RUNNING → FINISHED (a preempted sequence waits again). Fields and who
 fills them: everything at arrival; `slot` and `blocks` at admission; `num_computed_tokens` and `tokens` after each step.
+A sequence that `is_prefill_only` ends with its first sampled token: another worker goes on.
 """
 
 from enum import StrEnum
@@ -27,6 +28,7 @@ class Sequence:
         "arrival_no",
         "arrival_time",
         "blocks",
+        "is_prefill_only",
         "num_computed_tokens",
         "num_prompt_tokens",
         "num_tokens",
@@ -36,16 +38,19 @@ class Sequence:
         "tokens",
     )
 
-    def __init__(self, request: Request, *, num_groups: int, arrival_no: int, arrival_time: float) -> None:
+    def __init__(
+        self, request: Request, *, num_groups: int, arrival_no: int, arrival_time: float, is_prefill_only: bool = False
+    ) -> None:
         prompt, resume = request.prompt_token_ids, request.resume_token_ids
         self.request = request
+        self.is_prefill_only = is_prefill_only
         self.arrival_no = arrival_no
         self.arrival_time = arrival_time
         self.admitted_time: float | None = None
         self.state = SequenceState.WAITING
         self.num_prompt_tokens = len(prompt)
         self.num_tokens = len(prompt) + len(resume)
-        self.tokens = np.empty(worst_case_tokens(request), np.int32)
+        self.tokens = np.empty(self.num_tokens + 1 if is_prefill_only else worst_case_tokens(request), np.int32)
         self.tokens[: self.num_tokens] = prompt + resume
         self.num_computed_tokens = 0
         self.slot: int | None = None

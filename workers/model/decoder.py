@@ -4,6 +4,7 @@ A layer is five calls: project, store and attend, project, gated MLP. What diffe
 and in which norms a layer holds. Shape letters: T tokens, S sampled rows, H hidden size.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +52,12 @@ class Decoder:
         self._attention = attention
 
     def forward(
-        self, token_ids: torch.Tensor, step: StepMetadata, store: KVStore, sample_tokens: torch.Tensor
+        self,
+        token_ids: torch.Tensor,
+        step: StepMetadata,
+        store: KVStore,
+        sample_tokens: torch.Tensor,
+        on_layer: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
         """Write the KV of the step's tokens and return the normed hidden states of `sample_tokens`.
 
@@ -60,6 +66,7 @@ class Decoder:
             step: metadata of the same T tokens.
             store: receives keys and values; read by attention.
             sample_tokens: [S] int64, indexes into T.
+            on_layer: called with a layer's number when its KV is written.
 
         Returns:
             fp32 [S, H].
@@ -72,6 +79,8 @@ class Decoder:
         for index, layer in enumerate(self._layers):
             parameters = layer.qkv_parameters
             query = ops.store_qkv(layer.qkv(hidden), parameters, store.layer(index), step)
+            if on_layer is not None:
+                on_layer(index)
             attended = self._attention.attend(query, store.layer(index), step, parameters.group, spec.attention_scale)
             is_last = index + 1 == len(self._layers)
             if is_last:

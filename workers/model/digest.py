@@ -1,16 +1,21 @@
 """A digest model: a stand-in whose text depends on every KV value it reads.
 
-The KV of a token is a hash of (token, position, layer, head); the next token hashes all KV that attention would read,
-through the block tables. A misplaced, stale or missing block therefore changes the text. It drives scheduler, transfers
-and the HTTP path at microseconds a step.
+The KV of a token is a hash of (token, position, layer, key or value, head); the next token hashes all KV that attention
+would read, through the block tables. A misplaced, stale or missing block therefore changes the text. It drives
+scheduler, transfers and the HTTP path at microseconds a step, over a real KV store.
 """
 
+from collections.abc import Callable
+
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from pdserve.cluster.base.kv_layout import GroupLayout, KVLayout
 from pdserve.cluster.base.request import Request
 from pdserve.workers.engine.plan import Int32, Int64, StepPlan
 from pdserve.workers.engine.sampler import philox_uniform
+from pdserve.workers.kv.store import KVStore
 
 UInt64Array = NDArray[np.uint64]
 
@@ -41,16 +46,31 @@ class DigestModel:
         self.vocab_size = vocab_size
 
     def kv(self, group: int, token_ids: Int32, positions: Int32 | Int64) -> UInt64Array:
-        """Return the KV of tokens in one group, [T, layers, heads]."""
-        salt = np.arange(self.layers_per_group * self.num_heads, dtype=np.uint64).reshape(
-            self.layers_per_group, self.num_heads
-        ) + np.uint64(1000 * group)
+        """Return the KV of tokens in one group, [T, layers, 2, heads]."""
+        shape = (self.layers_per_group, 2, self.num_heads)
+        salt = np.arange(np.prod(shape), dtype=np.uint64).reshape(shape) + np.uint64(1000 * group)
         with np.errstate(over="ignore"):
             seed = token_ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + positions.astype(np.uint64)
-            return mix(mix(seed)[:, None, None] + salt[None] * np.uint64(0xD1B54A32D192ED03))
+            return mix(mix(seed)[:, None, None, None] + salt[None] * np.uint64(0xD1B54A32D192ED03))
+
+    def layout(self, block_size: int) -> KVLayout:
+        """Return the layout of its KV: each hash is a head of two 32-bit values."""
+        count = self.layers_per_group
+        return KVLayout(
+            model_digest=f"digest-{self.windows}-{count}-{self.num_heads}-{self.vocab_size}",
+            kv_dtype="float32",
+            itemsize=4,
+            block_size=block_size,
+            num_kv_heads=self.num_heads,
+            head_dim=2,
+            groups=tuple(
+                GroupLayout(window=window, layers=tuple(range(group * count, (group + 1) * count)))
+                for group, window in enumerate(self.windows)
+            ),
+        )
 
     def next_token(self, histories: list[UInt64Array], request_seed: int, index: int, *, is_greedy: bool) -> int:
-        """Return the token after the given KV: one array [tokens, layers, heads] per group, windows already cut."""
+        """Return the token after the given KV: one array [tokens, layers, 2, heads] per group, windows already cut."""
         state = np.zeros(1, np.uint64)
         with np.errstate(over="ignore"):
             for history in histories:
@@ -85,19 +105,26 @@ class DigestRunner:
     def __init__(self, model: DigestModel, *, num_blocks: int, block_size: int) -> None:
         self._model = model
         self._block_size = block_size
-        shape = (num_blocks, block_size, model.layers_per_group, model.num_heads)
-        self._kv = [np.zeros(shape, np.uint64) for _ in model.windows]
+        layout = model.layout(block_size)
+        self.store = KVStore(layout, num_blocks=num_blocks, device=torch.device("cpu"))
+        # [N, 2, heads, block] hashes, one array per layer.
+        self._layers = [self.store.layer(index).numpy().view(np.uint64)[..., 0] for index in range(layout.num_layers)]
+        self._groups = [group.layers for group in layout.groups]
 
     def bind_thread(self) -> None:
         """Nothing to set: this runner has no threads."""
 
-    def execute(self, plan: StepPlan) -> Int32:
+    def execute(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> Int32:
         """See ModelRunner.execute."""
         rows = np.repeat(np.arange(plan.num_rows), np.diff(plan.row_starts))
         numbers, offsets = plan.positions // self._block_size, plan.positions % self._block_size
-        for group, store in enumerate(self._kv):
+        for group, layers in enumerate(self._groups):
             blocks = plan.block_tables[group][rows, numbers]
-            store[blocks, offsets] = self._model.kv(group, plan.token_ids, plan.positions)
+            values = self._model.kv(group, plan.token_ids, plan.positions)
+            for place, layer in enumerate(layers):
+                self._layers[layer][blocks, :, :, offsets] = values[:, place]
+                if on_layer is not None:
+                    on_layer(layer)
         return np.array([self._sample(plan, index, int(row)) for index, row in enumerate(plan.sample_rows)], np.int32)
 
     def _sample(self, plan: StepPlan, index: int, row: int) -> int:
@@ -106,8 +133,9 @@ class DigestRunner:
         for group, window in enumerate(self._model.windows):
             start = max(0, length - window) if window else 0
             places = np.arange(start, length)
-            blocks = plan.block_tables[group][row, places // self._block_size]
-            histories.append(self._kv[group][blocks, places % self._block_size])
+            blocks, offsets = plan.block_tables[group][row, places // self._block_size], places % self._block_size
+            layers = [self._layers[layer][blocks, :, :, offsets] for layer in self._groups[group]]
+            histories.append(np.stack(layers, axis=1))
         return self._model.next_token(
             histories,
             int(plan.sampling.seed[index]),

@@ -5,6 +5,7 @@ Owns the model and the KV store of a worker. Called by the engine thread only.
 
 import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,14 +24,20 @@ PROBE_LENGTHS = (37, 21, 5)
 PROBE_CHUNKS = (64, 16, 7)
 
 
+OnLayer = Callable[[int], None]
+
+
 class ModelRunner(Protocol):
     """What the engine asks of a model."""
 
     def bind_thread(self) -> None:
         """Called once by the thread that will call execute."""
 
-    def execute(self, plan: StepPlan) -> Int32:
-        """Compute the plan; return one token id per sampled row, [S]."""
+    def execute(self, plan: StepPlan, on_layer: OnLayer | None = None) -> Int32:
+        """Compute the plan; return one token id per sampled row, [S].
+
+        `on_layer` is called with each layer's number once the KV of the step's tokens is in the store.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,24 +69,24 @@ class TransformerRunner:
         torch.set_num_threads(self._num_threads)
         numba.set_num_threads(min(self._num_threads, numba.config.NUMBA_NUM_THREADS))
 
-    def execute(self, plan: StepPlan) -> Int32:
+    def execute(self, plan: StepPlan, on_layer: OnLayer | None = None) -> Int32:
         """See ModelRunner.execute."""
         with torch.inference_mode():
-            hidden = self._hidden(plan)
+            hidden = self._hidden(plan, on_layer)
             if not len(plan.sample_rows):
                 return np.empty(0, np.int32)
             return self._model.head.sample(hidden, plan.sampling)
 
-    def logits(self, plan: StepPlan) -> torch.Tensor:
+    def logits(self, plan: StepPlan, on_layer: OnLayer | None = None) -> torch.Tensor:
         """Compute the plan; return fp32 logits of its sampled rows, [S, V]. For tests and the self-test."""
         with torch.inference_mode():
-            return self._model.head.logits(self._hidden(plan))
+            return self._model.head.logits(self._hidden(plan, on_layer))
 
-    def _hidden(self, plan: StepPlan) -> torch.Tensor:
+    def _hidden(self, plan: StepPlan, on_layer: OnLayer | None = None) -> torch.Tensor:
         step = build_metadata(plan, self._windows, self._store.block_size)
         token_ids = torch.from_numpy(plan.token_ids).to(self._device, torch.long)
         sample_tokens = torch.from_numpy(plan.row_starts[plan.sample_rows + 1] - 1).to(self._device, torch.long)
-        return self._model.decoder.forward(token_ids, step, self._store, sample_tokens)
+        return self._model.decoder.forward(token_ids, step, self._store, sample_tokens, on_layer)
 
     def self_test(self) -> Numerics:
         """Compare probe logits at several batch shapes; overwrites KV blocks, so call it before serving.

@@ -24,6 +24,23 @@ def test_the_shown_configuration_loads_to_itself(tmp_path: Path) -> None:
     assert load_config(path) == load_config(None, {"engine.block_size": "32", "workers.mixed": "2"})
 
 
+@pytest.mark.parametrize(
+    ("overrides", "counts"),
+    [
+        ({}, (1, 1, 0)),
+        ({"workers.mixed": "2"}, (0, 0, 2)),
+        ({"workers.decode": "2", "workers.prefill": "3"}, (3, 2, 0)),
+        ({"workers.decode": "1"}, (0, 1, 0)),
+        ({"workers.num_cpus": "2"}, (1, 1, 0)),
+    ],
+)
+def test_without_numbers_there_is_one_prefill_and_one_decode_worker(
+    overrides: dict[str, str], counts: tuple[int, int, int]
+) -> None:
+    workers = load_config(None, overrides).workers
+    assert (workers.prefill, workers.decode, workers.mixed) == counts
+
+
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("ingress: {port: 9000}\nengine: {linear: fp32}\n")
@@ -44,7 +61,12 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("engine.kv_memory_gib", "-1", "engine.kv_memory_gib"),
         ("engine.device", "cuda", "engine.device: workers run on cpu only so far"),
         ("engine.device", "tpu", "engine.device"),
-        ("workers.mixed", "0", "workers.mixed"),
+        ("workers.mixed", "-1", "workers.mixed"),
+        ("workers.mixed", "0", "at least one decode or mixed worker"),
+        ("workers.prefill", "2", "prefill workers need a decode worker"),
+        ("transfer.transports", "[]", "transfer.transports"),
+        ("transfer.transports", "[carrier-pigeon]", "transfer.transports"),
+        ("transfer.base_slots", "99", "base_slots <= max_slots_per_link"),
         ("workers.num_cpus", "'two'", "workers.num_cpus"),
         ("ingress.port", "70000", "ingress.port"),
         ("channel.silence_s", "0.5", "channel.silence_s must be longer than channel.heartbeat_s"),

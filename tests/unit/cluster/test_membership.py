@@ -4,17 +4,17 @@ from dataclasses import replace
 
 from pdserve.cluster.base.clock import ManualClock
 from pdserve.cluster.base.ids import Incarnation, WorkerId
-from pdserve.cluster.base.worker_info import WorkerLoad, WorkerState
+from pdserve.cluster.base.worker_info import Role, WorkerLoad, WorkerState
 from pdserve.cluster.control.membership import Membership, MembershipSettings, RemoveWorker, StartWorker
 from support.workers import make_info
 
-SETTINGS = MembershipSettings(target=1, start_timeout_s=30.0, backoff_s=2.0)
+SETTINGS = MembershipSettings(targets={Role.MIXED: 1}, start_timeout_s=30.0, backoff_s=2.0)
 BUSY = WorkerLoad(has_runnable_work=True, num_steps=3, predicted_step_s=0.1)
 
 
 def make(target: int = 1) -> tuple[Membership, ManualClock]:
     clock = ManualClock()
-    return Membership(replace(SETTINGS, target=target), clock), clock
+    return Membership(replace(SETTINGS, targets={Role.MIXED: target}), clock), clock
 
 
 def start_one(membership: Membership) -> WorkerId:
@@ -35,6 +35,16 @@ def test_workers_are_started_up_to_the_target_with_distinct_names() -> None:
     assert len({instruction.worker_id for instruction in started}) == 3
     assert membership.tick() == []
     assert membership.view() == ()
+
+
+def test_each_role_has_its_own_target_and_names() -> None:
+    clock = ManualClock()
+    membership = Membership(replace(SETTINGS, targets={Role.PREFILL: 1, Role.DECODE: 2}), clock)
+    started = [(item.worker_id, item.role) for item in membership.tick() if isinstance(item, StartWorker)]
+    assert started == [("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE), ("decode-1", Role.DECODE)]
+    membership.failed(WorkerId("decode-0"), "broken")
+    (again,) = [item for item in membership.tick() if isinstance(item, StartWorker)]
+    assert (again.worker_id, again.role) == ("decode-2", Role.DECODE)
 
 
 def test_a_registered_worker_is_ready() -> None:

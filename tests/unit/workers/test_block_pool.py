@@ -1,67 +1,116 @@
-"""BlockPool: references, generations, groups."""
+"""BlockPool: references, generations, promises, groups."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.workers.engine.block_pool import BlockPool
+from pdserve.workers.engine.block_pool import BlockLists, BlockPool
+
+
+def take(pool: BlockPool, count: int) -> BlockLists:
+    blocks = pool.allocate(count)
+    assert blocks is not None
+    return blocks
+
+
+def give_back(pool: BlockPool, blocks: BlockLists) -> None:
+    for group, held in enumerate(blocks):
+        pool.release(group, held)
 
 
 def test_a_freed_block_has_a_new_generation() -> None:
+    # I3
     pool = BlockPool(num_groups=2, num_blocks=4)
-    (block,) = pool.allocate(1, 1)
-    before = pool.generation(1, block)
-    pool.release(1, [block])
-    assert pool.generation(1, block) == before + 1
-    assert pool.generation(0, block) == 0
+    blocks = take(pool, 1)
+    before = pool.generation(1, blocks[1][0])
+    pool.release(1, blocks[1])
+    assert pool.generation(1, blocks[1][0]) == before + 1
+    assert pool.generation(0, blocks[0][0]) == before
 
 
-def test_a_block_is_free_only_after_its_last_reference() -> None:
+def test_a_pinned_block_is_free_only_after_its_last_reference() -> None:
+    # I4
     pool = BlockPool(num_groups=1, num_blocks=2)
-    (block,) = pool.allocate(0, 1)
-    pool.retain(0, block)
+    ((block,),) = take(pool, 1)
+    pool.pin(0, [block])
     pool.release(0, [block])
     assert pool.num_free == 1
-    pool.release(0, [block])
+    assert pool.pins(0)[block] == 1
+    pool.unpin(0, [block])
     assert pool.num_free == 2
 
 
-def test_releasing_twice_and_retaining_a_free_block_are_caught() -> None:
+def test_releasing_twice_and_pinning_a_free_block_are_caught() -> None:
     pool = BlockPool(num_groups=1, num_blocks=2)
-    (block,) = pool.allocate(0, 1)
+    ((block,),) = take(pool, 1)
     pool.release(0, [block])
     with pytest.raises(AssertionError, match="released more often"):
         pool.release(0, [block])
     with pytest.raises(AssertionError, match="is free"):
-        pool.retain(0, block)
+        pool.pin(0, [block])
 
 
-def test_taking_more_than_is_free_is_caught() -> None:
-    pool = BlockPool(num_groups=1, num_blocks=2)
-    with pytest.raises(AssertionError, match="3 blocks wanted"):
-        pool.allocate(0, 3)
-
-
-def test_num_free_is_that_of_the_fullest_group() -> None:
+def test_what_is_not_free_in_every_group_is_not_given() -> None:
     pool = BlockPool(num_groups=2, num_blocks=5)
-    pool.allocate(1, 3)
+    blocks = take(pool, 3)
+    pool.release(0, blocks[0])
     assert pool.num_free == 2
+    assert pool.allocate(3) is None
+    assert pool.allocate(2) is not None
+    pool.validate()
 
 
-@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 2), st.integers(1, 4)), max_size=60))
-def test_blocks_are_never_lost_or_doubled(actions: list[tuple[int, int, int]]) -> None:
-    pool = BlockPool(num_groups=2, num_blocks=8)
-    held: list[tuple[int, int]] = []
-    for group, action, count in actions:
-        if action == 0 and pool.num_free >= count:
-            held += [(group, block) for block in pool.allocate(group, count)]
+def test_a_promise_keeps_blocks_from_everyone_until_it_is_redeemed() -> None:
+    pool = BlockPool(num_groups=2, num_blocks=8, promised_share=0.5)
+    assert pool.promise(3)
+    assert (pool.num_free, pool.num_available) == (8, 5)
+    assert pool.allocate(6) is None
+    others = take(pool, 5)
+    blocks = pool.redeem(3)
+    assert [len(held) for held in blocks] == [3, 3]
+    assert not set(blocks[0]) & set(others[0])
+    assert pool.num_free == pool.num_promised == 0
+    give_back(pool, blocks)
+    give_back(pool, others)
+    pool.validate()
+
+
+def test_promises_are_capped_but_a_large_one_alone_is_not() -> None:
+    pool = BlockPool(num_groups=1, num_blocks=16, promised_share=0.25)
+    assert pool.promise(10)
+    assert not pool.promise(1)
+    pool.cancel(10)
+    assert pool.promise(2)
+    assert pool.promise(2)
+    assert not pool.promise(1)
+    with pytest.raises(AssertionError, match="more promises"):
+        pool.cancel(5)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 4)), max_size=60))
+def test_blocks_are_never_lost_or_doubled(actions: list[tuple[int, int]]) -> None:
+    pool = BlockPool(num_groups=2, num_blocks=8, promised_share=1.0)
+    held: list[BlockLists] = []
+    pinned: list[int] = []
+    promises: list[int] = []
+    for action, count in actions:
+        if action == 0:
+            blocks = pool.allocate(count)
+            held += [] if blocks is None else [blocks]
         elif action == 1 and held:
-            pool.retain(*held[0])
-            held.append(held[0])
+            pool.pin(0, held[0][0])
+            pinned += held[0][0]
         elif action == 2 and held:
-            owner, block = held.pop()
-            pool.release(owner, [block])
+            give_back(pool, held.pop())
+        elif action == 3 and pool.promise(count):
+            promises.append(count)
+        elif action == 4 and promises:
+            held.append(pool.redeem(promises.pop()))
         pool.validate()
-    for owner, block in held:
-        pool.release(owner, [block])
-    assert pool.num_free == 8
+    for blocks in held:
+        give_back(pool, blocks)
+    pool.unpin(0, pinned)
+    for count in promises:
+        pool.cancel(count)
+    assert pool.num_available == 8
+    pool.validate()

@@ -1,0 +1,219 @@
+"""The thread of a worker's sink end: verifies landed chunks and scatters them into bound blocks. One per worker.
+
+Everything about bindings happens on this one thread, in the order in which it was asked for: so a chunk that comes
+before BIND waits, and UNBIND is answered when no copy into those blocks is in hand. The thread decides nothing about a
+transfer (I9); it reports what it found. Remote bytes reach blocks nowhere else (I1).
+"""
+
+import logging
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pdserve.cluster.base.transfer_messages import Chunk, TransferId
+from pdserve.kvtransfer.layout import ChunkRange
+from pdserve.kvtransfer.pattern import pattern
+
+logger = logging.getLogger(__name__)
+
+
+class ScatterTarget(Protocol):
+    """Where a transfer's chunks go."""
+
+    def refuse(self, chunk: ChunkRange, num_bytes: int) -> str | None:
+        """Return why a chunk cannot belong to the transfer (range, size); None if it can."""
+
+    def scatter(self, chunk: ChunkRange, body: memoryview) -> int:
+        """Copy the body into the blocks; return its checksum."""
+
+
+class LandedBodies(Protocol):
+    """Where a link's landed bytes are."""
+
+    def body(self, slot: int, num_bytes: int) -> memoryview:
+        """Return the bytes of a slot."""
+
+
+class LandingEvents(Protocol):
+    """What the landing thread tells its owner; called on its thread."""
+
+    def chunk_scattered(self, header: Chunk) -> None:
+        """The chunk is in its blocks and verified: credit it, count it."""
+
+    def chunk_dropped(self, header: Chunk) -> None:
+        """Nobody wants the chunk, or it is void: credit it."""
+
+    def chunk_refused(self, header: Chunk, reason: str) -> None:
+        """The chunk failed its checksum or does not belong: NACK it."""
+
+    def test_verified(self, header: Chunk, is_right: bool) -> None:
+        """The link's test pattern came through, or did not."""
+
+    def unbound(self, transfer: TransferId) -> None:
+        """Nothing writes the transfer's blocks any more."""
+
+    def link_fenced(self, link_no: int) -> None:
+        """Nothing reads the link's slots any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Expect:
+    transfer: TransferId
+
+
+@dataclass(frozen=True, slots=True)
+class _Bind:
+    transfer: TransferId
+    target: ScatterTarget
+
+
+@dataclass(frozen=True, slots=True)
+class _Unbind:
+    transfer: TransferId
+
+
+@dataclass(frozen=True, slots=True)
+class _Landed:
+    header: Chunk
+    bodies: LandedBodies
+
+
+@dataclass(frozen=True, slots=True)
+class _Fence:
+    link_no: int
+
+
+@dataclass(slots=True)
+class _Binding:
+    target: ScatterTarget | None = None
+    waiting: list[_Landed] = field(default_factory=list)
+
+
+_Command = _Expect | _Bind | _Unbind | _Landed | _Fence
+
+
+class LandingThread:
+    """Runs commands in order."""
+
+    def __init__(self, events: LandingEvents) -> None:
+        self._events = events
+        self._bindings: dict[TransferId, _Binding] = {}
+        self._commands: deque[_Command | None] = deque()
+        self._wake = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="landing", daemon=True)
+
+    @property
+    def num_bindings(self) -> int:
+        """Transfers expected or bound."""
+        return len(self._bindings)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """End the thread after what was asked for; True if it did in time."""
+        self._put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def expect(self, transfer: TransferId) -> None:
+        """Chunks of this transfer may come; they wait for `bind`."""
+        self._put(_Expect(transfer))
+
+    def bind(self, transfer: TransferId, target: ScatterTarget) -> None:
+        """Scatter the transfer's chunks into `target`, those that wait first."""
+        self._put(_Bind(transfer, target))
+
+    def unbind(self, transfer: TransferId) -> None:
+        """Drop the transfer's chunks from now on; answered by `unbound`. May be repeated."""
+        self._put(_Unbind(transfer))
+
+    def landed(self, header: Chunk, bodies: LandedBodies) -> None:
+        """A chunk has landed in its slot."""
+        self._put(_Landed(header, bodies))
+
+    def fence(self, link_no: int) -> None:
+        """The link is over: answered by `link_fenced` when no body of it is in use."""
+        self._put(_Fence(link_no))
+
+    def _put(self, command: _Command | None) -> None:
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._commands:
+                    self._wake.wait()
+                command = self._commands.popleft()
+            if command is None:
+                return
+            self._execute(command)
+
+    def _execute(self, command: _Command) -> None:
+        match command:
+            case _Expect(transfer):
+                self._bindings[transfer] = _Binding()
+            case _Bind(transfer, target):
+                binding = self._bindings[transfer]
+                binding.target = target
+                waiting, binding.waiting = binding.waiting, []
+                for landed in waiting:
+                    self._scatter(landed, target)
+            case _Unbind(transfer):
+                unbound = self._bindings.pop(transfer, None)
+                for landed in unbound.waiting if unbound is not None else ():
+                    self._events.chunk_dropped(landed.header)
+                self._events.unbound(transfer)
+            case _Landed():
+                self._land(command)
+            case _Fence(link_no):
+                for binding in self._bindings.values():
+                    binding.waiting = [landed for landed in binding.waiting if landed.header.link_no != link_no]
+                self._events.link_fenced(link_no)
+
+    def _land(self, landed: _Landed) -> None:
+        header = landed.header
+        if header.transfer is None:
+            body = landed.bodies.body(header.slot, header.num_bytes)
+            self._events.test_verified(header, body == pattern(header.seq, header.num_bytes))
+            return
+        binding = self._bindings.get(header.transfer)
+        if binding is None or header.is_void:
+            self._events.chunk_dropped(header)
+        elif binding.target is None:
+            binding.waiting.append(landed)
+        else:
+            self._scatter(landed, binding.target)
+
+    def _scatter(self, landed: _Landed, target: ScatterTarget) -> None:
+        header = landed.header
+        chunk = range_of(header)
+        reason = target.refuse(chunk, header.num_bytes)
+        if reason is None:
+            try:
+                checksum = target.scatter(chunk, landed.bodies.body(header.slot, header.num_bytes))
+            except Exception:
+                # The barrier of this thread: the chunk is refused, its transfer decides (I13).
+                logger.exception("scatter failed")
+                reason = "scatter failed"
+            else:
+                reason = None if checksum == header.checksum else "checksum"
+        if reason is None:
+            self._events.chunk_scattered(header)
+        else:
+            self._events.chunk_refused(header, reason)
+
+
+def range_of(header: Chunk) -> ChunkRange:
+    """Return which KV a chunk header announces."""
+    return ChunkRange(
+        group=header.group,
+        first_layer=header.first_layer,
+        end_layer=header.end_layer,
+        first_token=header.first_token,
+        end_token=header.end_token,
+    )

@@ -1,0 +1,1 @@
+"""How chunks travel: one file per transport, behind the protocol in `protocol`."""

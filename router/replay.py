@@ -1,0 +1,167 @@
+"""A request over all its attempts: if its worker dies, it is replayed on another one.
+
+    placed ──▶ streaming ──▶ ended
+       ▲           │
+       └─ worker lost: attempt + 1 with the emitted tokens as resume tokens, which are never sampled again
+
+The client sees a pause, no gap and no repetition. Attempts are bounded: a request whose workers keep dying may be the
+cause, and is failed with that.
+"""
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+from pdserve.cluster.base.clock import Clock
+from pdserve.cluster.base.errors import NoWorkerError, OverloadedError, RetryableError, WorkerLostError
+from pdserve.cluster.base.ids import WorkerId
+from pdserve.cluster.base.request import Request, TokenDelta
+from pdserve.cluster.base.timeline import Timelines
+from pdserve.router.dispatch import Dispatcher, PlacedStream
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplaySettings:
+    """Bounds of a request's attempts."""
+
+    max_attempts: int
+    replay_timeout_s: float
+
+
+class Replayer:
+    """Runs requests to their ending."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        settings: ReplaySettings,
+        timelines: Timelines,
+        clock: Clock,
+        on_replay: Callable[[], None],
+    ) -> None:
+        self.dispatcher = dispatcher
+        self.settings = settings
+        self.timelines = timelines
+        self.clock = clock
+        self.on_replay = on_replay
+
+    @asynccontextmanager
+    async def open(self, request: Request) -> AsyncIterator["RequestRun"]:
+        """Place a request and wait for its first event; leaving the context aborts what has not ended.
+
+        Raises NoWorkerError, OverloadedError, or WorkerLostError after the last attempt.
+        """
+        run = RequestRun(request, self)
+        try:
+            await run.start()
+            yield run
+        finally:
+            run.close()
+
+
+class RequestRun:
+    """One request; iterate to get its deltas, over all attempts."""
+
+    def __init__(self, request: Request, shared: Replayer) -> None:
+        self._request = request
+        self._shared = shared
+        self._placed: PlacedStream | None = None
+        self._lost: tuple[WorkerId, ...] = ()
+        self._timeline = shared.timelines.start(request.request_id, request.attempt)
+        self._timeline.mark(f"received, {len(request.prompt_token_ids)} prompt tokens")
+        self._ending = "closed before its ending"
+
+    async def start(self) -> None:
+        """Place the first attempt; replays it if its worker dies before the first event."""
+        try:
+            await self._place()
+        except WorkerLostError as error:
+            await self._replay(error)
+
+    async def __aiter__(self) -> AsyncIterator[TokenDelta]:
+        while True:
+            assert self._placed is not None, "iterated after start"
+            try:
+                async for delta in self._placed.stream:
+                    self._request = replace(
+                        self._request, resume_token_ids=(*self._request.resume_token_ids, *delta.token_ids)
+                    )
+                    if delta.finish_reason is not None:
+                        self._ending = f"ended: {delta.finish_reason}"
+                    yield delta
+                return
+            except WorkerLostError as error:
+                await self._replay(error)
+
+    def close(self) -> None:
+        """Abort what has not ended; callable while cancelled."""
+        self._release()
+        self._timeline.mark(f"{self._ending}, {len(self._request.resume_token_ids)} tokens")
+        logger.info("request_id=%s", self._timeline.line())
+
+    async def _place(self) -> None:
+        self._placed = await self._shared.dispatcher.place(self._request, self._lost)
+        self._timeline.mark(f"first event from {self._placed.worker_id}; {self._placed.stream.route.reason}")
+
+    async def _replay(self, error: WorkerLostError) -> None:
+        """Place the next attempt. Raises WorkerLostError when no attempt or no time is left."""
+        shared = self._shared
+        deadline = shared.clock.now() + shared.settings.replay_timeout_s
+        while True:
+            self._note_loss(error)
+            if len(self._request.resume_token_ids) >= self._request.sampling.max_tokens:
+                raise WorkerLostError(f"the worker was lost with the last token: {error}") from error
+            try:
+                await self._place_until(deadline, error)
+                return
+            except WorkerLostError as again:
+                if again is error:
+                    raise
+                error = again
+
+    def _note_loss(self, error: WorkerLostError) -> None:
+        """Count the loss and begin the next attempt. Raises WorkerLostError after the last one."""
+        most = self._shared.settings.max_attempts
+        worker_id = self._placed.worker_id if self._placed is not None else error.worker_id
+        self._release()
+        self._timeline.mark(f"attempt {self._request.attempt} lost: {error}")
+        if self._request.attempt + 1 >= most:
+            raise WorkerLostError(
+                f"{most} workers died while they held this request (ingress.max_attempts); last: {error}"
+            ) from error
+        if worker_id is not None:
+            self._lost = (*self._lost, worker_id)
+        self._request = replace(self._request, attempt=self._request.attempt + 1)
+        logger.warning(
+            "request_id=%s attempt %d: replayed after %d tokens: %s",
+            self._request.request_id,
+            self._request.attempt,
+            len(self._request.resume_token_ids),
+            error,
+        )
+        self._shared.on_replay()
+
+    async def _place_until(self, deadline: float, lost: WorkerLostError) -> None:
+        """Place the present attempt, waiting for a worker until the deadline."""
+        while True:
+            try:
+                await self._place()
+                return
+            except (NoWorkerError, OverloadedError) as error:
+                await self._wait(deadline, lost, error)
+
+    async def _wait(self, deadline: float, lost: WorkerLostError, error: RetryableError) -> None:
+        left_s = deadline - self._shared.clock.now()
+        if left_s <= 0:
+            raise WorkerLostError(f"{lost}; no other worker took the request in time: {error}") from error
+        await self._shared.dispatcher.wait_view(min(RETRY_S, left_s))
+
+    def _release(self) -> None:
+        if self._placed is not None:
+            self._placed.release()
+            self._placed = None

@@ -1,0 +1,127 @@
+"""Chunk arithmetic: every needed byte once, in chunks that fit; what the sink holds."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.cluster.base.kv_layout import GroupLayout, KVLayout
+from pdserve.kvtransfer.layout import ChunkRange, Coverage, chunk_bytes, chunks_of, first_sent, layer_spans
+
+LAYOUT = KVLayout(
+    model_digest="m",
+    kv_dtype="float32",
+    itemsize=4,
+    block_size=16,
+    num_kv_heads=1,
+    head_dim=4,
+    groups=(GroupLayout(window=0, layers=(2, 5)), GroupLayout(window=24, layers=(0, 1, 3, 4, 6))),
+)
+
+
+def all_chunks(num_tokens: int, num_held: int, step: int, slot_bytes: int) -> list[ChunkRange]:
+    """Chunks of a prefill in steps of `step` tokens, in the order in which they become ready."""
+    found = []
+    for start in range(0, num_tokens, step):
+        for span in layer_spans(LAYOUT, slot_bytes):
+            first = max(start, first_sent(LAYOUT, span.group, num_tokens, num_held))
+            found += chunks_of(span, first, min(start + step, num_tokens))
+    return found
+
+
+@given(st.integers(1, 120), st.integers(0, 6), st.integers(1, 70), st.integers(32, 4000))
+def test_every_needed_token_of_every_layer_is_sent_once_in_chunks_that_fit(
+    num_tokens: int, held_blocks: int, step: int, slot_bytes: int
+) -> None:
+    num_held = min(held_blocks * 16, num_tokens)
+    sent: dict[tuple[int, int, int], int] = {}
+    for chunk in all_chunks(num_tokens, num_held, step, slot_bytes):
+        assert chunk.is_within(LAYOUT, num_tokens)
+        assert 0 < chunk_bytes(LAYOUT, chunk) <= slot_bytes
+        for layer in range(chunk.first_layer, chunk.end_layer):
+            for token in range(chunk.first_token, chunk.end_token):
+                sent[chunk.group, layer, token] = sent.get((chunk.group, layer, token), 0) + 1
+    expected = {
+        (group, layer, token)
+        for group, spec in enumerate(LAYOUT.groups)
+        for layer in range(len(spec.layers))
+        for token in range(max(num_held, spec.first_needed(num_tokens)), num_tokens)
+    }
+    assert sent == dict.fromkeys(expected, 1)
+
+
+def test_a_window_sends_only_what_the_next_query_sees() -> None:
+    # The query at position n sees n - 23 … n.
+    assert LAYOUT.groups[1].first_needed(100) == 77
+    assert LAYOUT.groups[1].first_needed(10) == 0
+    assert LAYOUT.groups[0].first_needed(100) == 0
+
+
+def test_spans_come_in_the_order_in_which_layers_are_computed() -> None:
+    spans = layer_spans(LAYOUT, 1 << 20)
+    assert [span.last_layer for span in spans] == sorted(span.last_layer for span in spans)
+    assert {span.end - span.first for span in spans} == {1, 2}
+
+
+def test_a_slot_that_holds_no_token_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not hold one token"):
+        layer_spans(LAYOUT, 31)
+
+
+@given(st.integers(1, 120), st.integers(1, 70), st.randoms(use_true_random=False))
+def test_coverage_is_complete_exactly_when_everything_came(num_tokens: int, step: int, random: object) -> None:
+    # I8
+    chunks = all_chunks(num_tokens, 0, step, 700)
+    coverage = Coverage(LAYOUT)
+    for chunk in chunks[::-1]:
+        assert not coverage.is_complete(num_tokens)
+        coverage.add(chunk)
+    assert coverage.is_complete(num_tokens)
+    assert coverage.num_held(num_tokens) == num_tokens // 16 * 16
+
+
+def test_what_is_held_is_whole_blocks_in_all_layers() -> None:
+    coverage = Coverage(LAYOUT)
+    assert coverage.num_held(60) == 0
+    for chunk in all_chunks(60, 0, 20, 1 << 20)[:-1]:
+        coverage.add(chunk)  # the last layers of the last 20 tokens are missing
+    assert coverage.num_held(60) == 32
+    # The window of position 32 starts at 9; the window group was only sent from 37 on.
+    assert coverage.num_usable(60) == 0
+
+
+def test_what_is_held_is_usable_if_the_windows_are_there() -> None:
+    coverage = Coverage(LAYOUT)
+    for chunk in all_chunks(24, 0, 16, 1 << 20)[:5]:
+        coverage.add(chunk)
+    assert coverage.num_usable(24) in (0, 16)
+    for chunk in all_chunks(24, 0, 16, 1 << 20):
+        coverage.add(chunk)
+    assert coverage.num_usable(24) == 16
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        {"group": 2},
+        {"group": -1},
+        {"first_layer": 1},
+        {"end_layer": 3},
+        {"first_token": -1},
+        {"end_token": 61},
+        {"end_token": 0},
+        {"end_token": 2**62},
+    ],
+)
+def test_ranges_of_a_peer_that_do_not_exist_are_seen(chunk: dict[str, int]) -> None:
+    # I17
+    right = ChunkRange(group=0, first_layer=0, end_layer=1, first_token=0, end_token=60)
+    assert right.is_within(LAYOUT, 60)
+    assert not replace(right, **chunk).is_within(LAYOUT, 60)
+
+
+def test_a_difference_names_its_field() -> None:
+    other = replace(LAYOUT, block_size=32)
+    assert LAYOUT.difference(other) == "block_size: 16 here, 32 there"
+    assert LAYOUT.difference(replace(LAYOUT)) is None

@@ -1,0 +1,125 @@
+"""Credits: a slot changes hands only by its header and its credit."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.cluster.base.errors import ProtocolError
+from pdserve.cluster.base.transfer_messages import Chunk
+from pdserve.kvtransfer.slots import LandingSlots, SlotLedger, SlotPool
+
+
+def header(seq: int, slot: int, num_bytes: int = 8) -> Chunk:
+    return Chunk(
+        link_no=1,
+        seq=seq,
+        slot=slot,
+        transfer=None,
+        group=0,
+        first_layer=0,
+        end_layer=1,
+        first_token=0,
+        end_token=1,
+        num_bytes=num_bytes,
+        checksum=0,
+        num_resends=0,
+        is_void=False,
+    )
+
+
+def send(ledger: SlotLedger, now: float = 0.0) -> Chunk:
+    slot = ledger.take()
+    assert slot is not None
+    chunk = header(ledger.next_seq(), slot)
+    ledger.sent(chunk, now)
+    return chunk
+
+
+def test_a_busy_link_borrows_and_an_idle_one_gives_back() -> None:
+    pool = SlotPool(6)
+    ledger = SlotLedger(pool, base=2, most=4)
+    sent = [send(ledger) for _ in range(4)]
+    assert ledger.take() is None
+    assert (ledger.num_slots, pool.num_lent) == (4, 4)
+    for chunk in sent:
+        assert ledger.credited(chunk.seq, chunk.slot) == chunk
+        ledger.validate()
+    assert (ledger.num_slots, pool.num_lent) == (2, 2)
+
+
+def test_a_link_for_which_no_slots_are_left_is_refused() -> None:
+    pool = SlotPool(3)
+    first = SlotLedger(pool, base=2, most=4)
+    with pytest.raises(ProtocolError, match="no slots left"):
+        SlotLedger(pool, base=2, most=4)
+    assert [first.take() is not None for _ in range(4)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize(("seq", "slot"), [(0, 1), (1, 0), (99, 0), (-1, 0)])
+def test_a_credit_that_was_never_earned_is_refused(seq: int, slot: int) -> None:
+    # I2
+    ledger = SlotLedger(SlotPool(4), base=2, most=2)
+    chunk = send(ledger)
+    assert (chunk.seq, chunk.slot) == (0, 0)
+    with pytest.raises(ProtocolError, match="not outstanding"):
+        ledger.credited(seq, slot)
+    ledger.credited(0, 0)
+    with pytest.raises(ProtocolError, match="not outstanding"):
+        ledger.credited(0, 0)
+
+
+def test_a_refused_chunk_keeps_its_slot_for_the_resend() -> None:
+    ledger = SlotLedger(SlotPool(4), base=1, most=1)
+    chunk = send(ledger, 1.0)
+    assert ledger.oldest_time == 1.0
+    assert ledger.refused(chunk.seq, chunk.slot) == chunk
+    assert ledger.take() is None
+    assert ledger.oldest_time is None
+    ledger.sent(header(ledger.next_seq(), chunk.slot), 2.0)
+    ledger.credited(1, chunk.slot)
+    ledger.validate()
+
+
+def test_a_closed_link_leaves_no_slot_lent() -> None:
+    # I16
+    pool = SlotPool(8)
+    ledger = SlotLedger(pool, base=2, most=8)
+    sent = [send(ledger) for _ in range(5)]
+    assert ledger.close() == sent
+    assert pool.num_lent == 0
+
+
+@given(st.lists(st.integers(0, 3), max_size=80))
+def test_slots_always_add_up(actions: list[int]) -> None:
+    pool = SlotPool(5)
+    ledger = SlotLedger(pool, base=2, most=4)
+    held: list[int] = []
+    sent: list[Chunk] = []
+    for action in actions:
+        if action == 0:
+            slot = ledger.take()
+            held += [] if slot is None else [slot]
+        elif action == 1 and held:
+            chunk = header(ledger.next_seq(), held.pop())
+            ledger.sent(chunk, 0.0)
+            sent.append(chunk)
+        elif action == 2 and sent:
+            chunk = sent.pop(0)
+            ledger.credited(chunk.seq, chunk.slot)
+        elif action == 3 and sent:
+            chunk = sent.pop(0)
+            held.append(ledger.refused(chunk.seq, chunk.slot).slot)
+        ledger.validate()
+    assert pool.num_lent == ledger.num_slots
+
+
+def test_the_sink_sees_a_slot_that_was_not_credited_and_a_chunk_that_does_not_fit() -> None:
+    # I2, I17
+    slots = LandingSlots(num_slots=2, slot_bytes=8)
+    slots.occupy(header(0, 0))
+    for wrong in (header(1, 0), header(1, 2), header(1, -1), header(1, 1, num_bytes=9), header(1, 1, num_bytes=0)):
+        with pytest.raises(ProtocolError):
+            slots.occupy(wrong)
+    slots.vacate(0)
+    slots.occupy(header(1, 0))
+    assert len(slots) == 1

@@ -1,0 +1,91 @@
+"""The sink's end of one link: its life, where its chunks land, and how it opens."""
+
+import asyncio
+from collections.abc import Callable
+
+from pdserve.cluster.base.config import TransportKind
+from pdserve.cluster.base.errors import ProtocolError
+from pdserve.cluster.base.transfer_messages import Chunk, LinkOffer
+from pdserve.kvtransfer.landing import LandingThread
+from pdserve.kvtransfer.link import LinkEvent, LinkLife, LinkState
+from pdserve.kvtransfer.slots import LandingSlots
+from pdserve.kvtransfer.transports.protocol import ReceiveTransport
+from pdserve.kvtransfer.transports.shm import ShmReceiver
+from pdserve.kvtransfer.transports.tcp import TcpReceiver
+
+MAX_SLOTS = 4096
+MAX_SLOT_BYTES = 1 << 30
+
+
+class IncomingLink:
+    """Made by a SourcePeer for each OpenLink it sends."""
+
+    def __init__(self, link_no: int, transport: TransportKind, landing: LandingThread) -> None:
+        self.link_no = link_no
+        self.transport = transport
+        self.life = LinkLife()
+        self.num_bytes = 0
+        self._landing = landing
+        self._receiver: ReceiveTransport | None = None
+        self._slots: LandingSlots | None = None
+        self._fenced: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def attach(self, offer: LinkOffer, token: bytes, on_broken: Callable[[str], None]) -> None:
+        """Connect to what the source offers. Raises OSError or ProtocolError. `on_broken` runs on any thread."""
+        if not (0 < offer.num_slots <= MAX_SLOTS and 0 < offer.slot_bytes <= MAX_SLOT_BYTES):
+            raise ProtocolError(f"a link of {offer.num_slots} slots of {offer.slot_bytes} bytes")
+        self._slots = LandingSlots(num_slots=offer.num_slots, slot_bytes=offer.slot_bytes)
+        if self.transport is TransportKind.SHM:
+            receiver: ReceiveTransport = ShmReceiver(offer.address, self._slots)
+        else:
+            receiver = TcpReceiver(offer.address, token, self._slots, on_chunk=self._landed, on_broken=on_broken)
+        # Known before it attaches, so that whatever it holds is freed.
+        self._receiver = receiver
+        await receiver.attach()
+        if self.life.state is LinkState.OPENING:
+            self.life.apply(LinkEvent.ATTACHED)
+        else:
+            # It was given up meanwhile, perhaps fenced already.
+            receiver.close()
+            await receiver.free()
+            raise ProtocolError("the link was given up while it attached")
+
+    def header_received(self, header: Chunk) -> None:
+        """A header came over the control channel (shm): its bytes are in their slot. Raises ProtocolError."""
+        if self.transport is not TransportKind.SHM or self._slots is None or self.life.has_ended:
+            raise ProtocolError(f"a chunk header for link {self.link_no}, which takes none here")
+        self._slots.occupy(header)
+        self._landed(header)
+
+    def _landed(self, header: Chunk) -> None:
+        assert self._receiver is not None, "chunks come after attaching"
+        self._landing.landed(header, self._receiver)
+
+    def vacate(self, slot: int) -> None:
+        """The slot goes back to the source: called before its CREDIT or NACK is posted."""
+        assert self._slots is not None, "chunks come after attaching"
+        self._slots.vacate(slot)
+
+    @property
+    def num_occupied(self) -> int:
+        """Slots that hold a chunk."""
+        return 0 if self._slots is None else len(self._slots)
+
+    def break_off(self) -> None:
+        """Nothing lands any more; `fence` completes it."""
+        self.life.apply(LinkEvent.LOST)
+        if self._receiver is not None:
+            self._receiver.close()
+        self._landing.fence(self.link_no)
+
+    def fenced(self) -> None:
+        """The landing thread uses no slot of the link any more."""
+        if not self._fenced.done():
+            self._fenced.set_result(None)
+
+    async def fence(self) -> None:
+        """Wait until nobody reads the slots, then free them."""
+        await self._fenced
+        if self._receiver is not None:
+            await self._receiver.free()
+        self.life.apply(LinkEvent.FENCED)

@@ -1,0 +1,99 @@
+"""The source's end of one link: its life, its sender, and which transport it has."""
+
+import asyncio
+import logging
+
+from pdserve.cluster.base.errors import ChannelClosedError, ProtocolError
+from pdserve.cluster.base.transfer_messages import Chunk, LinkOffer, TransferId
+from pdserve.cluster.base.wire import Channel
+from pdserve.kvtransfer.link import LinkEvent, LinkLife
+from pdserve.kvtransfer.sender import ChunkSender, SenderEvents
+from pdserve.kvtransfer.slots import SlotLedger, SlotPool
+from pdserve.kvtransfer.transports.protocol import SendTransport
+from pdserve.kvtransfer.transports.shm import ShmSender
+from pdserve.kvtransfer.transports.tcp import TcpListener, TcpSender
+from pdserve.workers.handoff.settings import HandoffSettings
+
+logger = logging.getLogger(__name__)
+
+JOIN_S = 5.0
+
+
+class OutgoingLink:
+    """Made by the source service for each OpenLink."""
+
+    def __init__(
+        self,
+        link_no: int,
+        transport_name: str,
+        channel: Channel,
+        settings: HandoffSettings,
+        pool: SlotPool,
+        listener: TcpListener,
+        events: SenderEvents,
+    ) -> None:
+        """Raises ProtocolError if the transport is unknown or no slots are left, OSError if memory cannot be had."""
+        self.link_no = link_no
+        self.transport_name = transport_name
+        self.channel = channel
+        self.life = LinkLife()
+        self.transfers: set[TransferId] = set()
+        self.num_bytes = 0
+        self.used_time = settings.clock.now()
+        config = settings.config
+        ledger = SlotLedger(pool, base=config.base_slots, most=config.max_slots_per_link)
+        try:
+            self._transport = self._make_transport(settings, listener)
+        except BaseException:
+            ledger.close()
+            raise
+        self.sender = ChunkSender(
+            link_no, self._transport, ledger, events, settings.clock, test_bytes=settings.test_bytes
+        )
+
+    def _make_transport(self, settings: HandoffSettings, listener: TcpListener) -> SendTransport:
+        config = settings.config
+        if self.transport_name == "shm":
+            loop = asyncio.get_running_loop()
+
+            def post(header: Chunk) -> None:
+                loop.call_soon_threadsafe(self._post_header, header)
+
+            return ShmSender(slot_bytes=config.slot_bytes, num_slots=config.max_slots_per_link, post=post)
+        if self.transport_name == "tcp":
+            key = f"{settings.incarnation}-{id(self.channel):x}-{self.link_no}"
+            return TcpSender(listener, key, slot_bytes=config.slot_bytes)
+        raise ProtocolError(f"transport {self.transport_name!r} is not offered here")
+
+    def _post_header(self, header: Chunk) -> None:
+        try:
+            self.channel.post(header)
+        except ChannelClosedError as error:
+            logger.debug("link_no=%d a header is lost with its link: %s", self.link_no, error)
+
+    def offer(self, settings: HandoffSettings) -> LinkOffer:
+        """Return where the sink attaches."""
+        return LinkOffer(
+            link_no=self.link_no,
+            address=self._transport.address,
+            slot_bytes=settings.config.slot_bytes,
+            num_slots=settings.config.max_slots_per_link,
+        )
+
+    async def begin_test(self) -> None:
+        """The sink has attached: start the sender and let it send the test pattern. Raises OSError."""
+        await self._transport.wait_attached()
+        if self.life.apply(LinkEvent.ATTACHED):
+            self.sender.start()
+            self.sender.send_test()
+
+    def break_off(self) -> None:
+        """Stop sending; `fence` completes it."""
+        self.life.apply(LinkEvent.LOST)
+        self.sender.close()
+
+    async def fence(self) -> None:
+        """Wait until nobody touches the link's slots."""
+        if not await asyncio.to_thread(self.sender.join, JOIN_S):
+            logger.error("link_no=%d the sender thread did not end within %g s", self.link_no, JOIN_S)
+        self.life.apply(LinkEvent.FENCED)

@@ -1,0 +1,66 @@
+"""A request whose prompt other workers compute: what has arrived of it so far, over all tries."""
+
+from dataclasses import dataclass, replace
+
+from pdserve.cluster.base.ids import RequestId, WorkerId
+from pdserve.cluster.base.request import Request
+from pdserve.cluster.base.timeline import Timeline
+from pdserve.cluster.base.transfer_messages import TransferId
+from pdserve.kvtransfer.layout import Coverage
+from pdserve.kvtransfer.sink import SinkTransfer
+from pdserve.workers.engine.reservation import Reservation
+from pdserve.workers.handoff.source_peer import SourcePeer
+
+Key = tuple[RequestId, int]
+
+
+@dataclass(slots=True, kw_only=True)
+class Try:
+    """One transfer: from whom, how far, and what was measured."""
+
+    transfer: TransferId
+    peer: SourcePeer
+    machine: SinkTransfer
+    num_tokens: int
+    """Prompt and resume tokens whose KV is fetched."""
+    limit_s: float
+    posted_time: float
+    first_chunk_time: float | None = None
+    last_chunk_time: float | None = None
+    token_time: float | None = None
+    num_bytes: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class RemotePrefill:
+    """One request at the sink, until it joins the batch, is computed locally, or ends."""
+
+    request: Request
+    """Grows by each token emitted: what was emitted is a resume token of the next try."""
+    sources: list[WorkerId]
+    """Prefill workers not tried yet, best first."""
+    coverage: Coverage
+    timeline: Timeline
+    reservation: Reservation | None = None
+    present: Try | None = None
+    is_wanted: bool = True
+    """False once the client has left or the request has ended."""
+
+    @property
+    def key(self) -> Key:
+        """Request id and attempt."""
+        return self.request.request_id, self.request.attempt
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known: prompt and what was emitted."""
+        return len(self.request.prompt_token_ids) + len(self.request.resume_token_ids)
+
+    @property
+    def needs_kv(self) -> bool:
+        """False if the next token is the last one."""
+        return len(self.request.resume_token_ids) + 1 < self.request.sampling.max_tokens
+
+    def emit(self, token_id: int) -> None:
+        """Count a token that was emitted."""
+        self.request = replace(self.request, resume_token_ids=(*self.request.resume_token_ids, token_id))

@@ -1,0 +1,38 @@
+"""What the hand-off services of a worker need to know."""
+
+from dataclasses import dataclass
+
+from pdserve.cluster.base.clock import Clock
+from pdserve.cluster.base.config import TransferConfig
+from pdserve.cluster.base.ids import Incarnation, WorkerId
+from pdserve.cluster.base.kv_layout import KVLayout
+from pdserve.cluster.base.wire import ChannelSettings
+from pdserve.workers.kv.copy import BlockCopier
+
+TICK_S = 0.25
+PROGRESS_S = 1.0
+TEST_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffSettings:
+    """Identity of the worker, and the transfer section of the configuration."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    numerics_digest: str
+    host: str
+    config: TransferConfig
+    channel: ChannelSettings
+    copier: BlockCopier
+    clock: Clock
+
+    @property
+    def layout(self) -> KVLayout:
+        """The layout of the worker's KV."""
+        return self.copier.layout
+
+    @property
+    def test_bytes(self) -> int:
+        """Length of a link's test pattern."""
+        return min(TEST_BYTES, self.config.slot_bytes)

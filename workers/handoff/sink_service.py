@@ -1,0 +1,578 @@
+"""The sink side of a worker: has prefill workers compute prompts, lands their KV, and joins the requests to the batch.
+
+Runs on the worker's loop; the worker owns the request and is told its first token. Each request reserves room before a
+prefill worker is asked, so what arrives always has its place. If a try fails, the next prefill worker of the route is
+asked for what is missing; after the last one the engine computes the rest itself.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+from enum import StrEnum
+from itertools import count
+from typing import Protocol
+
+import numpy as np
+
+from pdserve.cluster.base.errors import ProtocolError
+from pdserve.cluster.base.ids import Incarnation, WorkerId
+from pdserve.cluster.base.messages import Message
+from pdserve.cluster.base.metrics import TransferMetrics
+from pdserve.cluster.base.request import FinishReason, Request
+from pdserve.cluster.base.timeline import Timeline
+from pdserve.cluster.base.transfer_messages import (
+    Accept,
+    Chunk,
+    Commit,
+    Final,
+    FirstToken,
+    Prefill,
+    Progress,
+    Reject,
+    TransferAbort,
+    TransferId,
+)
+from pdserve.cluster.base.worker_info import LinkView, WorkerInfo
+from pdserve.kvtransfer.landing import LandingThread, range_of
+from pdserve.kvtransfer.layout import ChunkRange, Coverage, chunk_bytes
+from pdserve.kvtransfer.reaper import Reaper
+from pdserve.kvtransfer.sink import (
+    BindBlocks,
+    EmitFirstToken,
+    JoinBatch,
+    PostAbort,
+    PostCommit,
+    SinkInstruction,
+    SinkState,
+    SinkTransfer,
+    Unbind,
+)
+from pdserve.workers.engine.block_pool import BlockLists
+from pdserve.workers.engine.engine import Engine
+from pdserve.workers.engine.reservation import Reservation
+from pdserve.workers.handoff.remote_prefill import Key, RemotePrefill, Try
+from pdserve.workers.handoff.settings import TICK_S, HandoffSettings
+from pdserve.workers.handoff.source_peer import SourcePeer
+from pdserve.workers.kv.copy import BlockCopier
+
+logger = logging.getLogger(__name__)
+
+LANDING_STOP_S = 5.0
+
+
+class Offer(StrEnum):
+    """What became of a request offered to the sink service."""
+
+    TAKEN = "taken"
+    BUSY = "busy"
+    LOCAL = "local"
+
+
+class RequestOwner(Protocol):
+    """The worker that owns the requests."""
+
+    def join(self, request: Request, reservation: Reservation, num_computed_tokens: int) -> None:
+        """Run a request whose first tokens have their KV in the reservation's blocks."""
+
+    def submit(self, request: Request) -> None:
+        """Run a request from its beginning."""
+
+    def emit(self, request: Request, token_id: int, finish_reason: FinishReason | None) -> None:
+        """The request, as it was before, has a new token, and perhaps its ending."""
+
+
+class BlockTarget:
+    """Where a transfer's chunks go: blocks of this worker's store. See ScatterTarget."""
+
+    def __init__(self, copier: BlockCopier, blocks: BlockLists, num_tokens: int) -> None:
+        self._copier = copier
+        self._blocks = [np.array(held, np.int32) for held in blocks]
+        self._num_tokens = num_tokens
+
+    def refuse(self, chunk: ChunkRange, num_bytes: int) -> str | None:
+        """See ScatterTarget."""
+        layout = self._copier.layout
+        if not chunk.is_within(layout, self._num_tokens):
+            return f"{chunk} is not part of a prompt of {self._num_tokens} tokens"
+        expected = chunk_bytes(layout, chunk)
+        return None if num_bytes == expected else f"{num_bytes} bytes for {chunk}, {expected} expected"
+
+    def scatter(self, chunk: ChunkRange, body: memoryview) -> int:
+        """See ScatterTarget."""
+        return self._copier.scatter(chunk, self._blocks[chunk.group], body)
+
+
+class SinkService:
+    """Made for every worker of the decode role."""
+
+    def __init__(
+        self, engine: Engine, owner: RequestOwner, settings: HandoffSettings, metrics: TransferMetrics, max_waiting: int
+    ) -> None:
+        self._scheduler = engine.scheduler
+        self._owner = owner
+        self._settings = settings
+        self._metrics = metrics
+        self._max_waiting = max_waiting
+        self._landing = LandingThread(_LandingEvents(self))
+        self._peers: dict[tuple[WorkerId, Incarnation], SourcePeer] = {}
+        self._leaving: set[SourcePeer] = set()
+        self._prefills: dict[Key, RemotePrefill] = {}
+        self._transfers: dict[TransferId, RemotePrefill] = {}
+        self._waiting: deque[RemotePrefill] = deque()
+        self._reaper: Reaper[TransferId] = Reaper(settings.clock)
+        self._link_numbers = count(1)
+        self._transfer_numbers = count(1)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Begin to land chunks and to watch deadlines."""
+        self._landing.start()
+        task = asyncio.create_task(self._watch(), name="sink deadlines")
+        self._tasks.add(task)
+
+    async def stop(self) -> None:
+        """Disconnect from every source and end the landing thread."""
+        peers, self._peers = list(self._peers.values()), {}
+        self._leaving.update(peers)
+        await asyncio.gather(*(self._leave(peer) for peer in peers))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if not await asyncio.to_thread(self._landing.stop, LANDING_STOP_S):
+            logger.error("the landing thread did not end within %g s", LANDING_STOP_S)
+
+    @property
+    def num_receiving(self) -> int:
+        """Requests that are not in the engine yet."""
+        return len(self._prefills)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no request, binding, deadline or occupied slot is left (I16)."""
+        return not (self._prefills or self._transfers or self._waiting or len(self._reaper)) and (
+            self._landing.num_bindings == 0 and not any(peer.num_occupied_slots for peer in self._peers.values())
+        )
+
+    def links(self) -> tuple[LinkView, ...]:
+        """Return every link, for status."""
+        counts: dict[int, int] = {}
+        for prefill in self._transfers.values():
+            if prefill.present is not None:
+                counts[id(prefill.present.peer)] = counts.get(id(prefill.present.peer), 0) + 1
+        return tuple(peer.view(counts.get(id(peer), 0)) for peer in self._peers.values())
+
+    def refresh_gauges(self) -> None:
+        """Set the gauges of the sink side."""
+        self._metrics.receiving.set(len(self._transfers))
+        self._metrics.waiting.set(len(self._waiting))
+        self._metrics.oldest.set(self._reaper.oldest_s)
+
+    # Prefill workers.
+
+    def announce(self, workers: Sequence[WorkerInfo]) -> None:
+        """Keep a link to each of these prefill workers, and to no other that is idle."""
+        present = {(info.worker_id, info.incarnation): info for info in workers}
+        for key in [key for key in self._peers if key not in present]:
+            self._disconnect(self._peers.pop(key))
+        for key, info in present.items():
+            if key not in self._peers:
+                self._peers[key] = SourcePeer(
+                    info, self._settings, self._landing, self, self._metrics, lambda: next(self._link_numbers)
+                )
+
+    def _disconnect(self, peer: SourcePeer) -> None:
+        logger.info("worker_id=%s left: its link closes", peer.info.worker_id)
+        self._end_transfers(peer, f"worker {peer.info.worker_id} was removed", tell_source=True)
+        self._leaving.add(peer)
+        task = asyncio.create_task(self._leave(peer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _leave(self, peer: SourcePeer) -> None:
+        await peer.stop()
+        self._leaving.discard(peer)
+
+    def link_opened(self, peer: SourcePeer) -> None:
+        """See PeerEvents."""
+
+    def link_lost(self, peer: SourcePeer, reason: str) -> None:
+        """See PeerEvents."""
+        self._end_transfers(peer, reason, tell_source=True)
+
+    def _end_transfers(self, peer: SourcePeer, cause: str, *, tell_source: bool) -> None:
+        for prefill in list(self._transfers.values()):
+            if prefill.present is not None and prefill.present.peer is peer:
+                self._execute(prefill, prefill.present.machine.failed(cause, tell_source=tell_source))
+
+    def _usable_peer(self, worker_id: WorkerId) -> SourcePeer | None:
+        return next(
+            (peer for (name, _), peer in self._peers.items() if name == worker_id and peer.link is not None), None
+        )
+
+    # Requests.
+
+    def offer(self, request: Request, sources: Sequence[WorkerId], timeline: Timeline, *, may_wait: bool) -> Offer:
+        """Take a request, or say that the engine should compute its prompt, or that there is no room.
+
+        Reserves without waiting for a step.
+        """
+        if not any(self._usable_peer(worker_id) is not None for worker_id in sources):
+            self._metrics.local.labels("no prefill worker").inc()
+            return Offer.LOCAL
+        prefill = RemotePrefill(
+            request=request, sources=list(sources), coverage=Coverage(self._settings.layout), timeline=timeline
+        )
+        if not self._waiting and self._reserve(prefill):
+            self._prefills[prefill.key] = prefill
+            self._try_next(prefill)
+            return Offer.TAKEN
+        if not may_wait or len(self._waiting) >= self._max_waiting:
+            return Offer.BUSY
+        timeline.mark("waits for room")
+        self._prefills[prefill.key] = prefill
+        self._waiting.append(prefill)
+        return Offer.TAKEN
+
+    def abort(self, key: Key) -> bool:
+        """The client left; False if the request is not here (the engine has it, or nobody)."""
+        prefill = self._prefills.get(key)
+        if prefill is None:
+            return False
+        prefill.is_wanted = False
+        if prefill.present is None:
+            if prefill in self._waiting:
+                self._waiting.remove(prefill)
+            self._forget(prefill)
+        else:
+            self._execute(prefill, prefill.present.machine.failed("the client left", tell_source=True))
+        return True
+
+    def admit_waiting(self) -> None:
+        """Offer requests that waited for room, in order, as far as there is room now."""
+        while self._waiting and self._reserve(self._waiting[0]):
+            self._try_next(self._waiting.popleft())
+
+    def _reserve(self, prefill: RemotePrefill) -> bool:
+        if not prefill.needs_kv:
+            return True
+        if self._scheduler.num_waiting:
+            # What the engine put back for want of blocks comes first.
+            return False
+        prefill.reservation = self._scheduler.reservations.reserve(prefill.num_tokens + 1)
+        return prefill.reservation is not None
+
+    def _try_next(self, prefill: RemotePrefill) -> None:
+        while prefill.sources:
+            peer = self._usable_peer(prefill.sources.pop(0))
+            if peer is not None and self._has_room(prefill):
+                self._call(prefill, peer)
+                return
+        self._go_local(prefill)
+
+    def _has_room(self, prefill: RemotePrefill) -> bool:
+        reservation = prefill.reservation
+        if reservation is None or reservation.num_promised:
+            return True
+        return self._scheduler.reservations.grow(reservation, prefill.num_tokens)
+
+    def _call(self, prefill: RemotePrefill, peer: SourcePeer) -> None:
+        settings, request = self._settings, prefill.request
+        assert peer.link is not None, "a usable peer has a link"
+        transfer = TransferId(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            transfer_no=next(self._transfer_numbers),
+            source=peer.info.incarnation,
+            sink=settings.incarnation,
+        )
+        prefill.present = Try(
+            transfer=transfer,
+            peer=peer,
+            machine=SinkTransfer(prefill.coverage, prefill.num_tokens, needs_kv=prefill.needs_kv),
+            num_tokens=prefill.num_tokens,
+            limit_s=settings.config.queued_timeout_s,
+            posted_time=settings.clock.now(),
+        )
+        self._transfers[transfer] = prefill
+        self._landing.expect(transfer)
+        self._reaper.watch(transfer, settings.config.queued_timeout_s)
+        num_held = prefill.coverage.num_held(prefill.num_tokens) if prefill.needs_kv else 0
+        held = f", {num_held} tokens held" if num_held else ""
+        prefill.timeline.mark(f"asked {peer.info.worker_id} over {peer.link.transport}{held}")
+        peer.post(
+            Prefill(
+                transfer=transfer,
+                link_no=peer.link.link_no,
+                request=request,
+                num_tokens_held=num_held,
+                needs_kv=prefill.needs_kv,
+                deadline_s=settings.config.deadline_s,
+            )
+        )
+
+    def _go_local(self, prefill: RemotePrefill) -> None:
+        """Let the engine compute what is missing."""
+        self._metrics.local.labels("no prefill worker left").inc()
+        del self._prefills[prefill.key]
+        reservation = prefill.reservation
+        if reservation is None:
+            prefill.timeline.mark("computes the prompt here")
+            self._owner.submit(prefill.request)
+            return
+        self._scheduler.reservations.bind(reservation)
+        num_usable = prefill.coverage.num_usable(prefill.num_tokens)
+        prefill.timeline.mark(f"computes the prompt here, {num_usable} tokens held")
+        self._owner.join(prefill.request, reservation, num_usable)
+
+    def _forget(self, prefill: RemotePrefill) -> None:
+        del self._prefills[prefill.key]
+        if prefill.reservation is not None:
+            self._scheduler.reservations.release(prefill.reservation)
+        self.admit_waiting()
+
+    # Transfers.
+
+    def transfer_message(self, peer: SourcePeer, message: Message) -> None:
+        """See PeerEvents."""
+        match message:
+            case Accept(transfer=transfer, position=position):
+                self._accepted(transfer, position)
+            case Reject(transfer=transfer, reason=reason):
+                self._with(transfer, lambda present: present.machine.failed(f"rejected: {reason}", tell_source=False))
+            case FirstToken(transfer=transfer, token_id=token_id, finish_reason=reason):
+                self._with(transfer, lambda present: present.machine.first_token(token_id, reason))
+            case Final(transfer=transfer):
+                self._finalised(message)
+            case TransferAbort(transfer=transfer, reason=reason):
+                self._with(transfer, lambda present: present.machine.failed(reason, tell_source=False))
+            case Progress():
+                self._progressed(message)
+            case _:
+                raise ProtocolError(f"unexpected {type(message).__name__} from a source")
+
+    def _accepted(self, transfer: TransferId, position: int) -> None:
+        prefill = self._find(transfer)
+        if prefill is None or prefill.present is None:
+            return
+        if position:
+            prefill.timeline.mark(f"queued behind {position}")
+            self._reaper.watch(transfer, prefill.present.limit_s, position)
+            return
+        prefill.timeline.mark("prefill starts")
+        prefill.present.limit_s = self._settings.config.streaming_timeout_s
+        self._reaper.watch(transfer, prefill.present.limit_s)
+        self._execute(prefill, prefill.present.machine.started())
+
+    def _finalised(self, message: Final) -> None:
+        prefill = self._find(message.transfer)
+        if prefill is None or prefill.present is None:
+            return
+        metrics = self._metrics
+        metrics.queue.observe(message.queue_s)
+        metrics.credit_stall.observe(message.stall_s)
+        if message.num_bytes:
+            metrics.early_share.observe(message.early_bytes / message.num_bytes)
+        prefill.timeline.mark(
+            f"all sent: {message.num_chunks} chunks, {message.num_bytes / 1e6:.2f} MB, "
+            f"{message.early_bytes / max(1, message.num_bytes):.0%} before prefill ended; at the source "
+            f"{message.queue_s * 1000:.1f} ms queued, {message.prefill_s * 1000:.1f} ms prefill, "
+            f"{message.stall_s * 1000:.1f} ms waiting for slots"
+        )
+        self._execute(prefill, prefill.present.machine.final(message.num_chunks))
+
+    def _progressed(self, message: Progress) -> None:
+        config = self._settings.config
+        for item in message.transfers:
+            prefill = self._transfers.get(item.transfer)
+            if prefill is None or prefill.present is None or prefill.present.machine.state is SinkState.UNBINDING:
+                continue
+            if prefill.present.machine.state is SinkState.OFFERED:
+                # A queue that does not move is no trouble while the source's engine works on what is ahead.
+                mark: tuple[int, ...] = (item.position, message.num_engine_tokens)
+                limit_s = config.queued_timeout_s
+            else:
+                mark = (item.num_computed_tokens, item.num_sent_chunks, message.num_engine_tokens)
+                limit_s = config.streaming_timeout_s
+            limit_s = max(limit_s, 2 * message.predicted_step_s)
+            prefill.present.limit_s = limit_s
+            self._reaper.watch(item.transfer, limit_s, mark)
+
+    def _execute(self, prefill: RemotePrefill, instructions: list[SinkInstruction]) -> None:
+        for instruction in instructions:
+            self._execute_one(prefill, instruction)
+
+    def _execute_one(self, prefill: RemotePrefill, instruction: SinkInstruction) -> None:
+        present = prefill.present
+        assert present is not None, "instructions belong to a transfer"
+        match instruction:
+            case BindBlocks():
+                assert prefill.reservation is not None, "a transfer of KV has its reservation"
+                self._scheduler.reservations.bind(prefill.reservation)
+                target = BlockTarget(self._settings.copier, prefill.reservation.blocks, present.num_tokens)
+                self._landing.bind(present.transfer, target)
+            case EmitFirstToken(token_id=token_id, finish_reason=reason):
+                present.token_time = self._settings.clock.now()
+                prefill.timeline.mark("first token")
+                before = prefill.request
+                prefill.emit(token_id)
+                self._owner.emit(before, token_id, reason)
+            case PostCommit():
+                present.peer.post(Commit(transfer=present.transfer))
+            case PostAbort(reason=reason_text):
+                present.peer.post(TransferAbort(transfer=present.transfer, reason=reason_text))
+            case Unbind():
+                self._landing.unbind(present.transfer)
+            case JoinBatch():
+                self._join(prefill, present)
+            case _:
+                self._ended(prefill, present, instruction.cause)
+
+    def _join(self, prefill: RemotePrefill, present: Try) -> None:
+        self._close_transfer(prefill, present)
+        prefill.timeline.mark("complete, joins the batch")
+        if present.token_time is not None:
+            self._metrics.commit.observe(self._settings.clock.now() - present.token_time)
+        del self._prefills[prefill.key]
+        assert prefill.reservation is not None, "a transfer of KV has its reservation"
+        self._owner.join(prefill.request, prefill.reservation, present.num_tokens)
+
+    def _ended(self, prefill: RemotePrefill, present: Try, cause: str | None) -> None:
+        self._close_transfer(prefill, present)
+        if cause is None or not prefill.is_wanted:
+            self._forget(prefill)
+            return
+        prefill.timeline.mark(f"failed: {cause}")
+        logger.warning(
+            "request_id=%s worker_id=%s prefill failed: %s",
+            prefill.request.request_id,
+            present.peer.info.worker_id,
+            cause,
+        )
+        self._metrics.replays.inc()
+        self._try_next(prefill)
+
+    def _close_transfer(self, prefill: RemotePrefill, present: Try) -> None:
+        # No copy is in hand: every chunk was scattered, or UNBIND was answered, or nothing was ever bound.
+        self._landing.unbind(present.transfer)
+        del self._transfers[present.transfer]
+        prefill.present = None
+        self._reaper.forget(present.transfer)
+        metrics = self._metrics
+        metrics.received.labels(present.machine.state.value).inc()
+        if present.first_chunk_time is not None and present.last_chunk_time is not None:
+            metrics.first_chunk.observe(present.first_chunk_time - present.posted_time)
+            metrics.last_chunk.observe(present.last_chunk_time - present.posted_time)
+            duration_s = present.last_chunk_time - present.first_chunk_time
+            if duration_s > 0:
+                metrics.rate.observe(present.num_bytes / duration_s / 1e9)
+
+    def _find(self, transfer: TransferId) -> RemotePrefill | None:
+        prefill = self._transfers.get(transfer)
+        if prefill is None:
+            self._metrics.stale.inc()
+        return prefill
+
+    def _with(self, transfer: TransferId, act: "_Act") -> None:
+        prefill = self._find(transfer)
+        if prefill is not None and prefill.present is not None:
+            self._execute(prefill, act(prefill.present))
+
+    # From the landing thread, on the loop.
+
+    def chunk_scattered(self, header: Chunk) -> None:
+        """A chunk is verified and in its blocks."""
+        assert header.transfer is not None, "test patterns are reported by themselves"
+        self._settle(header)
+        prefill = self._find(header.transfer)
+        if prefill is None or prefill.present is None:
+            return
+        present, now = prefill.present, self._settings.clock.now()
+        if present.first_chunk_time is None:
+            present.first_chunk_time = now
+            prefill.timeline.mark("first chunk")
+        present.last_chunk_time = now
+        present.num_bytes += header.num_bytes
+        present.peer.count_bytes(header)
+        self._metrics.received_bytes.inc(header.num_bytes)
+        self._reaper.watch(header.transfer, present.limit_s, ("chunk", header.seq))
+        self._execute(prefill, present.machine.chunk_verified(range_of(header)))
+
+    def chunk_dropped(self, header: Chunk) -> None:
+        """A chunk that nobody wants."""
+        self._metrics.stale.inc()
+        self._settle(header)
+
+    def chunk_refused(self, header: Chunk, reason: str) -> None:
+        """A chunk that failed its checksum is sent again; one that does not belong ends its transfer."""
+        assert header.transfer is not None, "test patterns are reported by themselves"
+        if reason == "checksum":
+            self._metrics.checksum_failures.inc()
+            self._settle(header, nack_reason=reason)
+            return
+        self._settle(header)
+        self._with(header.transfer, lambda present: present.machine.failed(reason, tell_source=True))
+
+    def _settle(self, header: Chunk, nack_reason: str | None = None) -> None:
+        for peer in self._peers.values():
+            peer.settle(header, nack_reason)
+
+    def test_verified(self, header: Chunk, is_right: bool) -> None:
+        """A link's test pattern has come."""
+        for peer in self._peers.values():
+            peer.test_verified(header, is_right=is_right)
+
+    def unbound(self, transfer: TransferId) -> None:
+        """Nothing writes the transfer's blocks any more."""
+        prefill = self._transfers.get(transfer)
+        if prefill is not None and prefill.present is not None:
+            self._execute(prefill, prefill.present.machine.unbound())
+
+    def link_fenced(self, link_no: int) -> None:
+        """Nothing reads the link's slots any more."""
+        for peer in (*self._peers.values(), *self._leaving):
+            peer.link_fenced(link_no)
+
+    # Deadlines.
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            try:
+                for transfer, limit_s in self._reaper.overdue():
+                    cause = f"no progress for {limit_s:.1f} s"
+                    self._with(transfer, lambda present, cause=cause: present.machine.failed(cause, tell_source=True))
+            except Exception:
+                # The barrier of this task: deadlines go on.
+                logger.exception("a deadline check of the sink failed")
+
+
+class _LandingEvents:
+    """Hands the landing thread's events to the loop."""
+
+    def __init__(self, service: SinkService) -> None:
+        self._service = service
+        self._loop = asyncio.get_running_loop()
+
+    def chunk_scattered(self, header: Chunk) -> None:
+        self._loop.call_soon_threadsafe(self._service.chunk_scattered, header)
+
+    def chunk_dropped(self, header: Chunk) -> None:
+        self._loop.call_soon_threadsafe(self._service.chunk_dropped, header)
+
+    def chunk_refused(self, header: Chunk, reason: str) -> None:
+        self._loop.call_soon_threadsafe(self._service.chunk_refused, header, reason)
+
+    def test_verified(self, header: Chunk, is_right: bool) -> None:
+        self._loop.call_soon_threadsafe(self._service.test_verified, header, is_right)
+
+    def unbound(self, transfer: TransferId) -> None:
+        self._loop.call_soon_threadsafe(self._service.unbound, transfer)
+
+    def link_fenced(self, link_no: int) -> None:
+        self._loop.call_soon_threadsafe(self._service.link_fenced, link_no)
+
+
+class _Act(Protocol):
+    def __call__(self, present: Try) -> list[SinkInstruction]:
+        """Apply an event to a transfer's machine."""
