@@ -22,7 +22,7 @@ from pdserve.cluster.base.messages import Abort, Busy, Generate, Message, NotFou
 from pdserve.cluster.base.request import Request, TokenDelta
 from pdserve.cluster.base.route import Route
 from pdserve.cluster.base.wire import Channel, ChannelClient, ChannelSettings
-from pdserve.cluster.base.worker_info import Endpoint, WorkerInfo, WorkerState, WorkerView
+from pdserve.cluster.base.worker_info import Endpoint, Role, WorkerInfo, WorkerState, WorkerView
 from pdserve.router.controller_client import ControllerClient
 
 logger = logging.getLogger(__name__)
@@ -290,11 +290,11 @@ class Dispatcher:
         if not route.worker_ids:
             raise NoWorkerError(route.reason)
         refusal: PdserveError = NoWorkerError("no routed worker is connected")
-        # A worker without room is passed by; only if all are, the request waits at the best of them.
+        # A decode worker without room is passed by; only if all are, the request waits at the best of them.
         for may_wait in (False, True):
             for worker_id in route.worker_ids:
                 link = self._link(worker_id)
-                if link is None:
+                if link is None or (may_wait and link.info.role is not Role.DECODE):
                     continue
                 stream = RequestStream(request, route, self._token_timeout_s)
                 placed = PlacedStream(link, stream)

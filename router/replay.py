@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from pdserve.cluster.base.clock import Clock
-from pdserve.cluster.base.errors import NoWorkerError, OverloadedError, RetryableError, WorkerLostError
+from pdserve.cluster.base.errors import NoWorkerError, OverloadedError, WorkerLostError
 from pdserve.cluster.base.ids import WorkerId
 from pdserve.cluster.base.request import Request, TokenDelta
 from pdserve.cluster.base.timeline import Timelines
@@ -110,19 +110,16 @@ class RequestRun:
 
     async def _replay(self, error: WorkerLostError) -> None:
         """Place the next attempt. Raises WorkerLostError when no attempt or no time is left."""
-        shared = self._shared
-        deadline = shared.clock.now() + shared.settings.replay_timeout_s
+        deadline = self._shared.clock.now() + self._shared.settings.replay_timeout_s
         while True:
             self._note_loss(error)
-            if len(self._request.resume_token_ids) >= self._request.sampling.max_tokens:
-                raise WorkerLostError(f"the worker was lost with the last token: {error}") from error
             try:
-                await self._place_until(deadline, error)
+                await self._place_until(deadline)
                 return
             except WorkerLostError as again:
-                if again is error:
-                    raise
                 error = again
+            except (NoWorkerError, OverloadedError) as nobody:
+                raise WorkerLostError(f"{error}; no other worker took the request in time: {nobody}") from nobody
 
     def _note_loss(self, error: WorkerLostError) -> None:
         """Count the loss and begin the next attempt. Raises WorkerLostError after the last one."""
@@ -130,6 +127,8 @@ class RequestRun:
         worker_id = self._placed.worker_id if self._placed is not None else error.worker_id
         self._release()
         self._timeline.mark(f"attempt {self._request.attempt} lost: {error}")
+        if most == 1:
+            raise error
         if self._request.attempt + 1 >= most:
             raise WorkerLostError(
                 f"{most} workers died while they held this request (ingress.max_attempts); last: {error}"
@@ -146,20 +145,17 @@ class RequestRun:
         )
         self._shared.on_replay()
 
-    async def _place_until(self, deadline: float, lost: WorkerLostError) -> None:
-        """Place the present attempt, waiting for a worker until the deadline."""
+    async def _place_until(self, deadline: float) -> None:
+        """Place the present attempt; waits for a worker until the deadline, then raises why there is none."""
         while True:
             try:
                 await self._place()
                 return
-            except (NoWorkerError, OverloadedError) as error:
-                await self._wait(deadline, lost, error)
-
-    async def _wait(self, deadline: float, lost: WorkerLostError, error: RetryableError) -> None:
-        left_s = deadline - self._shared.clock.now()
-        if left_s <= 0:
-            raise WorkerLostError(f"{lost}; no other worker took the request in time: {error}") from error
-        await self._shared.dispatcher.wait_view(min(RETRY_S, left_s))
+            except (NoWorkerError, OverloadedError):
+                left_s = deadline - self._shared.clock.now()
+                if left_s <= 0:
+                    raise
+                await self._shared.dispatcher.wait_view(min(RETRY_S, left_s))
 
     def _release(self) -> None:
         if self._placed is not None:

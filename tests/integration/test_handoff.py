@@ -1,21 +1,35 @@
 """Prefill and decode apart, on the digest model, over real channels and real transports, in one event loop."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import os
+import random
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from pdserve.cluster.base.config import TransferConfig, TransportKind
+from pdserve.cluster.base.errors import ProtocolError, WorkerLostError
+from pdserve.cluster.base.ids import Incarnation, RequestId
 from pdserve.cluster.base.request import FinishReason
+from pdserve.cluster.base.transfer_messages import Commit, Credit, Prefill, TransferAbort, TransferId
+from pdserve.kvtransfer.slots import LandingSlots
+from pdserve.kvtransfer.transports.tcp import TcpReceiver
 from pdserve.router.replay import Replayer
 from pdserve.workers.engine.engine import Engine
+from pdserve.workers.kv.copy import BlockCopier
+from pdserve.workers.kv.store import KVStore
+from pdserve.workers.model.digest import DigestModel
 from pdserve.workers.worker import Worker
 from support.controllers import StubController
-from support.engines import make_request, prompts_of
-from support.services import MODEL, eventually, generate, running_controller, running_replayer, running_worker
+from support.engines import make_digest_engine, make_request, prompts_of
+from support.runners import DamagingCopier, make_gated_engine
+from support.services import CHANNEL, MODEL, eventually, generate, running_controller, running_replayer, running_worker
 
+LAYER_BYTES = MODEL.layout(16).token_bytes * 2
+"""Bytes of a token in both layers of a group."""
 TRANSPORTS = list(TransportKind)
 
 
@@ -37,15 +51,23 @@ def has_link(worker: Worker) -> bool:
     return any(link.state == "open" for link in worker.load().links)
 
 
+def received_bytes(worker: Worker) -> int:
+    return sum(link.num_bytes for link in worker.load().links)
+
+
 @asynccontextmanager
 async def running_pair(
-    transfer: TransferConfig, *, prefill: Engine | None = None, decode: Engine | None = None
+    transfer: TransferConfig,
+    *,
+    prefill: Engine | None = None,
+    decode: Engine | None = None,
+    make_copier: Callable[[KVStore], BlockCopier] = BlockCopier,
 ) -> AsyncIterator[Pair]:
     async with (
         running_controller() as controller,
         running_replayer(controller) as replayer,
         running_worker(controller, prefill, "prefill-0", transfer=transfer) as prefill_worker,
-        running_worker(controller, decode, "decode-0", transfer=transfer) as decode_worker,
+        running_worker(controller, decode, "decode-0", transfer=transfer, make_copier=make_copier) as decode_worker,
     ):
         await eventually(lambda: replayer.dispatcher.has_worker and has_link(decode_worker), "connected")
         yield Pair(controller, replayer, prefill_worker, decode_worker)
@@ -84,3 +106,343 @@ async def test_texts_equal_those_of_one_engine(transport: TransportKind) -> None
         assert pair.prefill.load().num_prefilled_tokens == sum(lengths)
         assert pair.decode.load().num_prefilled_tokens == 0
         await assert_clean(pair.prefill, pair.decode)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_aborts_at_any_time_and_damaged_chunks_change_no_other_text(transport: TransportKind) -> None:
+    # known_faults B051, B053, B055, B059; I1, I4, I5, I12, I16
+    rng = random.Random(f"storm {transport}")
+    copiers: list[DamagingCopier] = []
+
+    def make_copier(store: KVStore) -> BlockCopier:
+        copiers.append(DamagingCopier(store, share=0.05, seed=1))
+        return copiers[-1]
+
+    requests = [
+        make_request(str(n), prompt, max_tokens=rng.randint(1, 12), temperature=n % 2, seed=n)
+        for n, prompt in enumerate(prompts_of([rng.randint(1, 260) for _ in range(250)]))
+    ]
+    prefill = make_digest_engine(MODEL, num_blocks=60, max_batch_tokens=64)
+    decode = make_digest_engine(MODEL, num_blocks=60)
+    async with running_pair(
+        transfer_config(transport, max_slots_per_link=3), prefill=prefill, decode=decode, make_copier=make_copier
+    ) as pair:
+
+        async def client(number: int) -> tuple[list[int], FinishReason | None] | None:
+            await asyncio.sleep(number * 0.004)
+            task = asyncio.create_task(generate(pair.replayer, requests[number]))
+            if rng.random() < 0.6:
+                await asyncio.wait([task], timeout=rng.random() ** 3 * 0.6)
+                if task.cancel():
+                    await asyncio.gather(task, return_exceptions=True)
+                    return None
+            return await task
+
+        results = await asyncio.gather(*(client(number) for number in range(len(requests))))
+        finished = [(request, result) for request, result in zip(requests, results, strict=True) if result is not None]
+        assert 50 < len(finished) < 240
+        for request, (tokens, reason) in finished:
+            assert tokens == MODEL.generate(request), request.request_id
+            assert reason is FinishReason.LENGTH
+        assert sum(copier.num_damaged for copier in copiers) > 0
+        await assert_clean(pair.prefill, pair.decode)
+        probe = make_request("probe", [11] * 100, max_tokens=5)
+        assert (await generate(pair.replayer, probe))[0] == MODEL.generate(probe)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_link_whose_chunks_never_verify_is_fenced_and_the_text_is_still_right(transport: TransportKind) -> None:
+    # known_faults B059, B063
+    damage = 1.0
+
+    def make_copier(store: KVStore) -> BlockCopier:
+        return DamagingCopier(store, share=damage)
+
+    request = make_request("r", [10] * 90, max_tokens=6)
+    async with running_pair(transfer_config(transport), make_copier=make_copier) as pair:
+        assert (await generate(pair.replayer, request))[0] == MODEL.generate(request)
+        text = pair.decode.metrics_text()
+        assert "pdserve_kv_checksum_failures_total 0.0" not in text
+        assert 'pdserve_kv_local_prefills_total{cause="no prefill worker left"} 1.0' in text
+        copier = pair.decode._settings.copier
+        assert isinstance(copier, DamagingCopier)
+        copier.share = 0.0
+        await eventually(lambda: has_link(pair.decode), "the pair is used again")
+        again = make_request("again", [10] * 90, max_tokens=6)
+        assert (await generate(pair.replayer, again))[0] == MODEL.generate(again)
+        assert pair.decode.load().num_prefilled_tokens == 90
+        await assert_clean(pair.prefill, pair.decode)
+
+
+async def test_a_prefill_worker_that_fails_in_mid_transfer_leaves_verified_blocks_to_the_next() -> None:
+    # known_faults B061; I11, I13
+    engine, runner = make_gated_engine(MODEL, max_batch_tokens=64)
+    transfer = transfer_config(TransportKind.SHM)
+    request = make_request("r", list(range(10, 210)), max_tokens=8)
+    async with (
+        running_pair(transfer, prefill=engine) as pair,
+        running_worker(pair.controller, None, "prefill-1", transfer=transfer) as second,
+    ):
+        await eventually(lambda: sum(link.state == "open" for link in pair.decode.load().links) == 2, "both linked")
+        runner.layer_gate.clear()
+        task = asyncio.create_task(generate(pair.replayer, request))
+        # Two steps of 64 tokens, four layers each, are let through and received.
+        for count in range(1, 9):
+            await eventually(lambda count=count: runner.num_layers_done >= count, f"layer {count}")
+            if count == 8:
+                await eventually(lambda: received_bytes(pair.decode) == 128 * LAYER_BYTES, "received")
+                runner.fails_after_layers = True
+            runner.layer_gate.set()
+            runner.layer_gate.clear()
+        runner.layer_gate.set()
+        assert (await task)[0] == MODEL.generate(request)
+        (timeline,) = pair.decode.traces("r")
+        assert "asked prefill-1 over shm, 128 tokens held" in timeline
+        # It computes all 200 tokens and ships only what is missing.
+        assert second.load().num_prefilled_tokens == 200
+        await assert_clean(pair.decode, second)
+
+
+async def test_without_a_prefill_worker_left_the_decode_worker_computes_the_rest() -> None:
+    engine, runner = make_gated_engine(MODEL, max_batch_tokens=64)
+    request = make_request("r", list(range(10, 210)), max_tokens=8)
+    async with running_pair(transfer_config(TransportKind.TCP), prefill=engine) as pair:
+        runner.layer_gate.clear()
+        task = asyncio.create_task(generate(pair.replayer, request))
+        await eventually(lambda: runner.num_layers_done >= 1, "it computes")
+        await pair.prefill._server.stop()
+        runner.layer_gate.set()
+        assert (await task)[0] == MODEL.generate(request)
+        assert pair.decode.load().num_prefilled_tokens >= 72
+        await assert_clean(pair.decode)
+
+
+async def test_a_frozen_prefill_worker_is_given_up_by_the_deadline_while_the_decode_engine_is_busy() -> None:
+    # I6, I7
+    prefill, frozen = make_gated_engine(MODEL)
+    request = make_request("r", list(range(10, 110)), max_tokens=8)
+    transfer = transfer_config(TransportKind.SHM, streaming_timeout_s=0.6, queued_timeout_s=0.6)
+    async with running_pair(transfer, prefill=prefill) as pair:
+        frozen.layer_gate.clear()
+        assert (await generate(pair.replayer, request))[0] == MODEL.generate(request)
+        (timeline,) = pair.decode.traces("r")
+        assert "failed: no progress for" in timeline
+        frozen.layer_gate.set()
+        await assert_clean(pair.prefill, pair.decode)
+
+
+async def test_a_queue_that_waits_behind_work_is_not_given_up() -> None:
+    prefill, slow = make_gated_engine(MODEL, max_running=1, max_batch_tokens=16)
+    transfer = transfer_config(TransportKind.SHM, queued_timeout_s=1.5)
+    requests = [make_request(str(n), list(range(10, 110)), max_tokens=2) for n in range(3)]
+    async with running_pair(transfer, prefill=prefill) as pair:
+        slow.gate.clear()
+        tasks = [asyncio.create_task(generate(pair.replayer, request)) for request in requests]
+        for _ in range(8):  # one step each 0.3 s: each prompt takes longer than the limit
+            await asyncio.sleep(0.3)
+            slow.gate.set()
+            await asyncio.sleep(0.002)
+            slow.gate.clear()
+        slow.gate.set()
+        for request, (tokens, _) in zip(requests, await asyncio.gather(*tasks), strict=True):
+            assert tokens == MODEL.generate(request)
+        assert "replays_total 0.0" in pair.decode.metrics_text()
+
+
+async def test_a_pair_whose_layouts_differ_is_refused_with_the_field_and_served_locally() -> None:
+    # known_faults B069, B070, B071
+    other = make_digest_engine(DigestModel(vocab_size=512, num_heads=1))
+    wide = make_digest_engine(MODEL, block_size=32, num_blocks=32)
+    transfer = transfer_config(TransportKind.SHM)
+    async with (
+        running_controller() as controller,
+        running_replayer(controller) as replayer,
+        running_worker(controller, other, "prefill-0", transfer=transfer) as first,
+        running_worker(controller, wide, "prefill-1", transfer=transfer) as second,
+        running_worker(controller, None, "decode-0", transfer=transfer) as decode,
+    ):
+        notes = {"prefill-0": "refused: model_digest", "prefill-1": "refused: block_size: 32 here, 16 there"}
+        await eventually(
+            lambda: all(notes[link.peer] in link.note for link in decode.load().links) and bool(decode.load().links),
+            f"refused: {decode.load().links}",
+        )
+        request = make_request("r", [10] * 50, max_tokens=5)
+        assert (await generate(replayer, request))[0] == MODEL.generate(request)
+        assert 'local_prefills_total{cause="no prefill worker"} 1.0' in decode.metrics_text()
+        await assert_clean(first, second, decode)
+
+
+async def test_a_restarted_prefill_worker_is_linked_again_under_its_new_life() -> None:
+    # known_faults B062
+    transfer = transfer_config(TransportKind.TCP)
+    async with (
+        running_controller() as controller,
+        running_replayer(controller) as replayer,
+        running_worker(controller, None, "decode-0", transfer=transfer) as decode,
+    ):
+        await eventually(lambda: replayer.dispatcher.has_worker, "connected")
+        for life in range(3):
+            async with running_worker(controller, None, "prefill-0", transfer=transfer) as prefill:
+                await eventually(lambda: has_link(decode), "linked")
+                request = make_request(f"life {life}", [10 + life] * 70, max_tokens=4)
+                assert (await generate(replayer, request))[0] == MODEL.generate(request)
+                assert prefill.load().num_prefilled_tokens == 70
+                await assert_clean(prefill, decode)
+            await eventually(lambda: not decode.load().links, "unlinked")
+
+
+async def test_more_requests_than_the_decode_pool_holds_all_finish() -> None:
+    # known_faults B065, B066, B073, B074
+    requests = [
+        make_request(str(n), prompt, max_tokens=120) for n, prompt in enumerate(prompts_of([33 + n for n in range(16)]))
+    ]
+    decode = make_digest_engine(MODEL, num_blocks=24)
+    async with running_pair(transfer_config(TransportKind.SHM), decode=decode) as pair:
+        results = await asyncio.gather(*(generate(pair.replayer, request) for request in requests))
+        for request, (tokens, _) in zip(requests, results, strict=True):
+            assert tokens == MODEL.generate(request)
+        assert decode.scheduler.num_preemptions > 0
+        await assert_clean(pair.prefill, pair.decode)
+
+
+async def test_a_decode_worker_without_room_is_passed_by_for_one_that_has_it() -> None:
+    full, held = make_gated_engine(MODEL, num_blocks=8)
+    transfer = transfer_config(TransportKind.SHM)
+    async with (
+        running_pair(transfer, decode=full) as pair,
+        running_worker(pair.controller, None, "decode-1", transfer=transfer) as other,
+    ):
+        await eventually(lambda: has_link(other) and len(pair.replayer.dispatcher._links) == 2, "both are linked")
+        await eventually(lambda: all(link.is_open for link in pair.replayer.dispatcher._links.values()), "connected")
+        held.gate.clear()
+        first = make_request("first", [10] * 100, max_tokens=20)
+        task = asyncio.create_task(generate(pair.replayer, first))
+        await eventually(lambda: full.pool.num_free < 2, "the first decode worker is full")
+        second = make_request("second", [10] * 40, max_tokens=5)
+        assert (await generate(pair.replayer, second))[0] == MODEL.generate(second)
+        assert other.load().num_generated_tokens == 4
+        held.gate.set()
+        assert (await task)[0] == MODEL.generate(first)
+
+
+async def test_one_token_answers_ship_no_kv_and_stop_tokens_end_at_the_first() -> None:
+    # known_faults B006, B074, B076
+    async with running_pair(transfer_config(TransportKind.SHM)) as pair:
+        one = make_request("one", [10] * 70, max_tokens=1)
+        assert await generate(pair.replayer, one) == (MODEL.generate(one), FinishReason.LENGTH)
+        assert received_bytes(pair.decode) == 0
+        plain = make_request("plain", [12] * 70, max_tokens=9)
+        first = MODEL.generate(plain)[0]
+        sampling = replace(plain.sampling, stop_token_ids=(first,))
+        stopped = replace(plain, request_id=RequestId("stopped"), sampling=sampling)
+        assert await generate(pair.replayer, stopped) == ([first], FinishReason.STOP)
+        assert pair.decode.load().num_generated_tokens == 0
+        await assert_clean(pair.prefill, pair.decode)
+
+
+async def test_messages_of_another_life_are_counted_and_never_acted_on() -> None:
+    # I3
+    async with running_pair(transfer_config(TransportKind.SHM)) as pair:
+        (peer,) = pair.decode._sink._peers.values()  # type: ignore[union-attr]
+        stale = TransferId(
+            request_id=RequestId("x"),
+            attempt=0,
+            transfer_no=9,
+            source=Incarnation("another"),
+            sink=Incarnation("another"),
+        )
+        request = make_request("x", [10, 11], max_tokens=3)
+        peer.post(Commit(transfer=stale))
+        peer.post(TransferAbort(transfer=stale, reason="stale"))
+        peer.post(
+            Prefill(transfer=stale, link_no=1, request=request, num_tokens_held=0, needs_kv=False, deadline_s=9.0)
+        )
+        await eventually(lambda: "stale_messages_total 3.0" in pair.prefill.metrics_text(), "counted at the source")
+        await eventually(lambda: "stale_messages_total 1.0" in pair.decode.metrics_text(), "its REJECT at the sink")
+        assert (await generate(pair.replayer, request))[0] == MODEL.generate(request)
+        await assert_clean(pair.prefill, pair.decode)
+
+
+async def test_a_credit_that_was_never_earned_costs_the_sink_its_channel_and_nobody_else() -> None:
+    # I2, I17
+    async with running_pair(transfer_config(TransportKind.SHM)) as pair:
+        (peer,) = pair.decode._sink._peers.values()  # type: ignore[union-attr]
+        assert peer.link is not None
+        peer.post(Credit(link_no=peer.link.link_no, seq=77, slot=0))
+        await eventually(lambda: not has_link(pair.decode), "disconnected")
+        await eventually(lambda: has_link(pair.decode), "linked again")
+        request = make_request("r", [10] * 40, max_tokens=3)
+        assert (await generate(pair.replayer, request))[0] == MODEL.generate(request)
+        await assert_clean(pair.prefill, pair.decode)
+
+
+async def test_data_connections_without_the_token_or_a_key_are_refused() -> None:
+    # I17
+    async with running_pair(transfer_config(TransportKind.TCP)) as pair:
+        listener = pair.prefill._source._listener  # type: ignore[union-attr]
+        for token, key in ((b"wrong", "x"), (CHANNEL.token, "nobody"), (CHANNEL.token, "k" * 999)):
+            receiver = TcpReceiver(
+                f"{listener.host}|{listener.port}|{key}",
+                token,
+                LandingSlots(num_slots=1, slot_bytes=64),
+                on_chunk=lambda header: None,
+                on_broken=lambda reason: None,
+            )
+            try:
+                await receiver.attach()
+            except ProtocolError:
+                continue
+            await receiver.free()  # returns because the source closed the connection
+        request = make_request("r", [10] * 40, max_tokens=3)
+        assert (await generate(pair.replayer, request))[0] == MODEL.generate(request)
+
+
+async def test_links_and_their_memory_are_gone_after_the_workers() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    for transport in TRANSPORTS:
+        async with running_pair(transfer_config(transport)) as pair:
+            request = make_request("r", [10] * 200, max_tokens=3)
+            assert (await generate(pair.replayer, request))[0] == MODEL.generate(request)
+    assert [thread.name for thread in threading.enumerate() if "asyncio" not in thread.name] == ["MainThread"]
+    assert len(set(os.listdir("/proc/self/fd"))) <= len(before)
+
+
+async def test_a_dead_decode_workers_streams_go_on_elsewhere_without_a_gap_or_a_repetition() -> None:
+    # known_faults B064
+    transfer = transfer_config(TransportKind.SHM)
+    requests = [
+        make_request(str(n), prompt, max_tokens=60, temperature=n % 2, seed=n)
+        for n, prompt in enumerate(prompts_of([20 + 7 * n for n in range(12)]))
+    ]
+    doomed, gated = make_gated_engine(MODEL, num_blocks=256)
+    async with (
+        running_pair(transfer, decode=doomed) as pair,
+        running_worker(pair.controller, make_digest_engine(MODEL, num_blocks=256), "decode-1", transfer=transfer),
+    ):
+        tasks = [asyncio.create_task(generate(pair.replayer, request)) for request in requests]
+        await eventually(lambda: pair.decode.load().num_generated_tokens > 150, "it streams")
+        gated.gate.clear()
+        await pair.decode._server.stop()
+        for request, (tokens, reason) in zip(requests, await asyncio.gather(*tasks), strict=True):
+            assert tokens == MODEL.generate(request), request.request_id
+            assert reason is FinishReason.LENGTH
+        gated.gate.set()
+        await assert_clean(pair.prefill)
+
+
+async def test_a_request_whose_workers_keep_dying_is_failed_with_that_cause() -> None:
+    async with running_controller() as controller, running_replayer(controller, max_attempts=2) as replayer:
+        engines = [make_gated_engine(MODEL) for _ in range(3)]
+        async with (
+            running_worker(controller, engines[0][0], "mixed-0") as first,
+            running_worker(controller, engines[1][0], "mixed-1") as second,
+            running_worker(controller, engines[2][0], "mixed-2") as third,
+        ):
+            links = replayer.dispatcher._links
+            await eventually(lambda: len(links) == 3 and all(link.is_open for link in links.values()), "connected")
+            for _, runner in engines:
+                runner.fails = True
+            with pytest.raises(WorkerLostError, match=r"2 workers died while they held this request"):
+                await generate(replayer, make_request("poison", [10, 11], max_tokens=5))
+            failures = [worker.registration()[2] for worker in (first, second, third)]
+            assert sum(failure is not None for failure in failures) == 2

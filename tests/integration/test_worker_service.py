@@ -1,7 +1,6 @@
 """A worker over real channels: tokens, aborts, reclaims, BUSY, engine failure."""
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator
 
 import pytest
@@ -9,29 +8,11 @@ import pytest
 from pdserve.cluster.base.errors import NoWorkerError, OverloadedError, WorkerLostError
 from pdserve.cluster.base.request import FinishReason
 from pdserve.router.replay import Replayer
-from pdserve.workers.engine.plan import Int32, StepPlan
-from pdserve.workers.model.digest import DigestRunner
-from pdserve.workers.model.runner import OnLayer
 from pdserve.workers.worker import Worker
 from support.controllers import StubController
 from support.engines import make_digest_engine, make_request, prompts_of
+from support.runners import GatedRunner
 from support.services import MODEL, eventually, generate, running_controller, running_replayer, running_worker
-
-
-class GatedRunner(DigestRunner):
-    """Runs a step only when the gate is open; raises if told to."""
-
-    def __init__(self) -> None:
-        super().__init__(MODEL, num_blocks=64, block_size=16)
-        self.gate = threading.Event()
-        self.gate.set()
-        self.fails = False
-
-    def execute(self, plan: StepPlan, on_layer: OnLayer | None = None) -> Int32:
-        assert self.gate.wait(20), "the test never opened the gate"
-        if self.fails:
-            raise RuntimeError("the model exploded")
-        return super().execute(plan, on_layer)
 
 
 @pytest.fixture
@@ -81,7 +62,7 @@ async def test_leaving_a_stream_aborts_it_in_the_engine(controller: StubControll
 
 async def test_aborts_while_waiting_leave_nothing(controller: StubController, replayer: Replayer) -> None:
     # known_faults B044
-    runner = GatedRunner()
+    runner = GatedRunner(MODEL)
     engine = make_digest_engine(MODEL, max_running=1)
     engine.runner = runner
     async with running_worker(controller, engine) as worker:
@@ -102,7 +83,7 @@ async def test_aborts_while_waiting_leave_nothing(controller: StubController, re
 
 
 async def test_a_full_queue_answers_busy_and_keeps_nothing(controller: StubController, replayer: Replayer) -> None:
-    runner = GatedRunner()
+    runner = GatedRunner(MODEL)
     engine = make_digest_engine(MODEL, max_running=1, max_waiting=2)
     engine.runner = runner
     async with running_worker(controller, engine) as worker:
@@ -126,13 +107,14 @@ async def test_a_full_queue_answers_busy_and_keeps_nothing(controller: StubContr
 async def test_a_busy_worker_hands_the_request_to_the_next_of_the_route(
     controller: StubController, replayer: Replayer
 ) -> None:
-    runner = GatedRunner()
+    runner = GatedRunner(MODEL)
     runner.fails = True
     broken = make_digest_engine(MODEL)
     broken.runner = runner
     async with running_worker(controller, broken, "mixed-0"):
         await eventually(lambda: replayer.dispatcher.has_worker, "connected")
-        assert "exploded" in str(await collect_error(replayer, "first"))
+        with pytest.raises(WorkerLostError, match="exploded"):
+            await generate(replayer, make_request("first", [10, 11], max_tokens=50))
         async with running_worker(controller, None, "mixed-1"):
             await eventually(lambda: len(replayer.dispatcher.controller.view) == 2, "both are known")
             await eventually(
@@ -145,34 +127,29 @@ async def test_a_busy_worker_hands_the_request_to_the_next_of_the_route(
 async def test_an_engine_exception_ends_requests_with_its_cause_and_marks_the_worker(
     controller: StubController, replayer: Replayer
 ) -> None:
-    runner = GatedRunner()
+    runner = GatedRunner(MODEL)
     engine = make_digest_engine(MODEL)
     engine.runner = runner
     async with running_worker(controller, engine) as worker:
         await eventually(lambda: replayer.dispatcher.has_worker, "connected")
         runner.gate.clear()
-        tasks = [asyncio.create_task(collect_error(replayer, f"r{n}")) for n in range(5)]
+        requests = [make_request(f"r{n}", [10, 11], max_tokens=50) for n in range(5)]
+        tasks = [asyncio.create_task(generate(replayer, request)) for request in requests]
         await eventually(lambda: worker.num_live == 5, "all are here")
         runner.fails = True
         runner.gate.set()
-        assert await asyncio.gather(*tasks) == ["the engine failed: RuntimeError: the model exploded"] * 5
+        errors = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [str(error) for error in errors] == ["the engine failed: RuntimeError: the model exploded"] * 5
+        assert all(isinstance(error, WorkerLostError) for error in errors)
         await eventually(lambda: any("the model exploded" in text for text in controller.failures), "reported")
         with pytest.raises(NoWorkerError, match="the model exploded"):
             await generate(replayer, make_request("late", [10]))
 
 
-async def collect_error(replayer: Replayer, name: str) -> str | None:
-    error = None
-    async with replayer.open(make_request(name, [10, 11], max_tokens=50)) as stream:
-        async for delta in stream:
-            error = delta.error
-    return error
-
-
 async def test_a_broken_channel_is_reclaimed_without_a_missing_or_doubled_token(
     controller: StubController, replayer: Replayer
 ) -> None:
-    runner = GatedRunner()
+    runner = GatedRunner(MODEL)
     engine = make_digest_engine(MODEL)
     engine.runner = runner
     request = make_request("r", [10, 11, 12], max_tokens=200)
@@ -191,7 +168,7 @@ async def test_a_broken_channel_is_reclaimed_without_a_missing_or_doubled_token(
 
 
 async def test_what_nobody_reclaims_is_aborted(controller: StubController) -> None:
-    runner = GatedRunner()
+    runner = GatedRunner(MODEL)
     engine = make_digest_engine(MODEL)
     engine.runner = runner
     async with (
@@ -216,7 +193,7 @@ async def test_what_nobody_reclaims_is_aborted(controller: StubController) -> No
 async def test_a_worker_that_dies_ends_its_streams_with_an_error_that_says_so(
     controller: StubController, replayer: Replayer
 ) -> None:
-    runner = GatedRunner()
+    runner = GatedRunner(MODEL)
     engine = make_digest_engine(MODEL)
     engine.runner = runner
     async with running_worker(controller, engine) as worker:

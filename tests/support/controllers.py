@@ -47,13 +47,16 @@ class StubController:
 
     def publish(self) -> None:
         """Send everyone the present view, and decode workers their prefill workers."""
+        self._announce()
+        for channel in self._ingresses:
+            if channel.is_open:
+                channel.post(self._view())
+
+    def _announce(self) -> None:
         prefills = tuple(info for info in self.workers.values() if info.role is Role.PREFILL)
         for channel, info in self.workers.items():
             if info.role is Role.DECODE and channel.is_open:
                 channel.post(Peers(workers=prefills))
-        for channel in self._ingresses:
-            if channel.is_open:
-                channel.post(self._view())
 
     def _view(self) -> View:
         workers = tuple(
@@ -76,7 +79,7 @@ class StubController:
     def channel_closed(self, channel: Channel, reason: str) -> None:
         """See ChannelHandler."""
         if self.workers.pop(channel, None) is not None:
-            self.publish()
+            self._announce()
         if channel in self._ingresses:
             self._ingresses.remove(channel)
 

@@ -135,7 +135,9 @@ async def running_ingress(
 ) -> AsyncIterator[httpx.AsyncClient]:
     """An ingress application with a connected client; it is ready if a worker is."""
     settings = IngressSettings(
-        config=IngressConfig(max_body_bytes=max_body_bytes, route_timeout_s=0.3, token_timeout_s=20.0),
+        config=IngressConfig(
+            max_body_bytes=max_body_bytes, route_timeout_s=0.3, token_timeout_s=20.0, replay_timeout_s=0.5
+        ),
         channel=CHANNEL,
         served_name="tiny",
         model_folder=str(tokenizer_folder),

@@ -112,6 +112,7 @@ class Scheduler:
     def add(self, request: Request, *, is_prefill_only: bool = False) -> None:
         """Queue a request. Raises InvalidRequestError if it can never run, OverloadedError if the queue is full."""
         self.check(request, is_prefill_only=is_prefill_only)
+        self._refuse_copy(request)
         # Requests that the next step can admit do not count as waiting.
         num_queued = len(self._waiting) + len(self._running) - self._settings.max_running
         if num_queued >= self._settings.max_waiting:
@@ -132,10 +133,13 @@ class Scheduler:
             self._tables.extend(group, reservation.row, 0, blocks)
         self._run(sequence, reservation.row)
 
-    def _arrive(self, request: Request, *, is_prefill_only: bool) -> Sequence:
+    def _refuse_copy(self, request: Request) -> None:
         key = (request.request_id, request.attempt)
         if key in self._sequences:
             raise InvalidRequestError(f"request {key} is already here", param="request_id")
+
+    def _arrive(self, request: Request, *, is_prefill_only: bool) -> Sequence:
+        self._refuse_copy(request)
         sequence = Sequence(
             request,
             num_groups=self._pool.num_groups,
@@ -144,7 +148,7 @@ class Scheduler:
             is_prefill_only=is_prefill_only,
         )
         self._num_arrivals += 1
-        self._sequences[key] = sequence
+        self._sequences[request.request_id, request.attempt] = sequence
         self.num_queued_prompt_tokens += sequence.num_remaining_tokens
         return sequence
 
@@ -181,10 +185,9 @@ class Scheduler:
         sampled = iter(token_ids)
         planned, self._planned = self._planned, {}
         for sequence, num_scheduled in planned.items():
-            is_prefill = sequence.num_computed_tokens + num_scheduled <= sequence.num_prompt_tokens
+            num_prompt_left = max(0, sequence.num_prompt_tokens - sequence.num_computed_tokens)
+            self.num_prefilled_tokens += min(num_scheduled, num_prompt_left)
             sequence.num_computed_tokens += num_scheduled
-            if is_prefill:
-                self.num_prefilled_tokens += num_scheduled
             self.num_queued_prompt_tokens -= num_scheduled
             if sequence.num_remaining_tokens == 0:
                 deltas.append(self._take(sequence, int(next(sampled))))

@@ -171,7 +171,7 @@ def test_a_new_controller_waits_for_the_workers_it_found() -> None:
     assert membership.is_settled
     membership.failed(WorkerId("mixed-4"), "boom")
     (started,) = membership.tick()
-    assert started == StartWorker(worker_id=WorkerId("mixed-5"))
+    assert started == StartWorker(worker_id=WorkerId("mixed-5"), role=Role.MIXED)
     del clock
 
 

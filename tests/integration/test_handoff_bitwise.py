@@ -1,0 +1,75 @@
+"""Disaggregated = colocated, bit by bit, on real models over both transports."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from pdserve.cluster.base.config import LinearKind, TransferConfig, TransportKind
+from pdserve.cluster.base.request import FinishReason, Request
+from pdserve.workers.assembly import AssembledEngine
+from support.bits import Logits, alone, assert_same_bits, make_seeded_requests, recording_engine
+from support.checkpoints import FAMILIES
+from support.engines import make_engine, make_request, prompts_of
+from support.services import eventually, generate, running_controller, running_replayer, running_worker
+
+
+async def run_apart(
+    assembled: AssembledEngine, requests: list[Request], transport: TransportKind, *, chunk: int, block_size: int
+) -> tuple[Logits, dict[str, list[int]]]:
+    """Run requests on a prefill and a decode worker; return the logits that either drew from, and the texts."""
+    transfer = TransferConfig(transports=(transport,), slot_bytes=64 << 10)
+    limits = {"block_size": block_size, "num_blocks": 160}
+    prefill, prefill_runner, prefill_store = recording_engine(assembled, max_batch_tokens=chunk, **limits)
+    decode, decode_runner, decode_store = recording_engine(assembled, **limits)
+    async with (
+        running_controller() as controller,
+        running_replayer(controller) as replayer,
+        running_worker(controller, prefill, "prefill-0", store=prefill_store, transfer=transfer) as source,
+        running_worker(controller, decode, "decode-0", store=decode_store, transfer=transfer) as sink,
+    ):
+        await eventually(lambda: any(link.state == "open" for link in sink.load().links), "linked")
+        await eventually(lambda: replayer.dispatcher.has_worker, "connected")
+        results = await asyncio.gather(*(generate(replayer, request) for request in requests))
+        assert sink.load().num_prefilled_tokens == 0
+        assert source.load().num_prefilled_tokens == sum(len(request.prompt_token_ids) for request in requests)
+    assert all(reason is FinishReason.LENGTH for _, reason in results)
+    assert not prefill_runner.logits.keys() & decode_runner.logits.keys()
+    texts = {str(request.request_id): tokens for request, (tokens, _) in zip(requests, results, strict=True)}
+    return {**prefill_runner.logits, **decode_runner.logits}, texts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("linear", list(LinearKind))
+async def test_a_request_has_the_same_bits_disaggregated(
+    tiny_checkpoints: dict[str, Path], family: str, linear: LinearKind
+) -> None:
+    assembled = make_engine(tiny_checkpoints[family], linear=linear)
+    requests = make_seeded_requests()
+    expected, texts = alone(assembled, requests)
+    for transport, chunk, block_size in ((TransportKind.SHM, 33, 16), (TransportKind.TCP, 512, 32)):
+        found, found_texts = await run_apart(assembled, requests, transport, chunk=chunk, block_size=block_size)
+        assert_same_bits(found, expected)
+        assert found_texts == texts
+
+
+async def test_odd_widths_have_the_same_bits_disaggregated(odd_checkpoint: Path) -> None:
+    assembled = make_engine(odd_checkpoint, linear=LinearKind.FP16)
+    requests = make_seeded_requests()
+    expected, texts = alone(assembled, requests)
+    found, found_texts = await run_apart(assembled, requests, TransportKind.SHM, chunk=29, block_size=48)
+    assert_same_bits(found, expected)
+    assert found_texts == texts
+
+
+@pytest.mark.parametrize("transport", list(TransportKind))
+async def test_the_demo_model_has_the_same_bits_disaggregated(demo_folder: Path, transport: TransportKind) -> None:
+    assembled = make_engine(demo_folder, linear=LinearKind.FP16, kv_memory_gib=0.1)
+    requests = [
+        make_request(str(seed), prompt, temperature=0.9, seed=seed, max_tokens=4)
+        for seed, prompt in enumerate(prompts_of((5, 40, 600), vocab_size=200000), start=1)
+    ]
+    expected, texts = alone(assembled, requests)
+    found, found_texts = await run_apart(assembled, requests, transport, chunk=128, block_size=16)
+    assert_same_bits(found, expected)
+    assert found_texts == texts

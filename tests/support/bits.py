@@ -1,0 +1,110 @@
+"""Records the logits of every draw, so that two ways of computing a text can be compared bit by bit."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pdserve.cluster.base.clock import ManualClock
+from pdserve.cluster.base.request import Request
+from pdserve.workers.assembly import AssembledEngine, kv_layout
+from pdserve.workers.engine.engine import Engine
+from pdserve.workers.engine.plan import Int32, StepPlan
+from pdserve.workers.engine.sampler import sample_rows
+from pdserve.workers.engine.scheduler import SchedulerSettings
+from pdserve.workers.kv.store import KVStore
+from pdserve.workers.model.runner import OnLayer, TransformerRunner
+from support.engines import make_request, prompts_of, run
+
+Logits = dict[tuple[int, int], NDArray[np.float32]]
+LENGTHS = (1, 15, 16, 17, 31, 48, 97, 140)
+
+
+class RecordingRunner:
+    """Runs plans and keeps the logits of every draw, by (seed, position): seeds are unique in these tests."""
+
+    def __init__(self, runner: TransformerRunner) -> None:
+        self._runner = runner
+        self.logits: Logits = {}
+
+    def bind_thread(self) -> None:
+        """See ModelRunner."""
+        self._runner.bind_thread()
+
+    def execute(self, plan: StepPlan, on_layer: OnLayer | None = None) -> Int32:
+        """See ModelRunner."""
+        logits = self._runner.logits(plan, on_layer).numpy()
+        for row, (seed, position) in enumerate(zip(plan.sampling.seed, plan.sampling.position, strict=True)):
+            self.logits[int(seed), int(position)] = logits[row].copy()
+        return sample_rows(logits, plan.sampling, np.arange(len(logits)))
+
+
+def recording_engine(
+    assembled: AssembledEngine,
+    *,
+    block_size: int = 16,
+    max_batch_tokens: int = 512,
+    max_running: int = 64,
+    threads: int = 1,
+    num_blocks: int = 96,
+) -> tuple[Engine, RecordingRunner, KVStore]:
+    """Return a fresh engine over the same loaded model; its KV is NaN wherever nothing was written."""
+    model = assembled.model
+    layout = kv_layout(model.spec, block_size, model_digest=model.digest)
+    store = KVStore(layout, num_blocks=num_blocks, device=torch.device("cpu"))
+    for layer in range(model.spec.num_layers):
+        store.layer(layer).fill_(float("nan"))  # a read of anything not written shows
+    runner = RecordingRunner(TransformerRunner(model, store, num_threads=threads))
+    runner.bind_thread()
+    engine = Engine(
+        SchedulerSettings(
+            block_size=block_size,
+            max_running=max_running,
+            max_batch_tokens=max_batch_tokens,
+            max_waiting=100,
+            max_model_len=min(num_blocks * block_size, 1024),
+        ),
+        runner,
+        num_groups=len(model.spec.groups),
+        num_blocks=num_blocks,
+        clock=ManualClock(),
+    )
+    return engine, runner, store
+
+
+def record(
+    assembled: AssembledEngine, requests: Sequence[Request], **limits: int
+) -> tuple[Logits, dict[str, list[int]], Engine]:
+    """Run requests on a fresh engine; return logits and texts."""
+    engine, runner, _ = recording_engine(assembled, **limits)
+    texts = run(engine, requests)
+    assert engine.pool.num_free == engine.pool.num_blocks
+    return runner.logits, texts, engine
+
+
+def make_seeded_requests(lengths: Sequence[int] = LENGTHS, max_tokens: int = 12) -> list[Request]:
+    """Return requests that draw, each with a seed of its own."""
+    return [
+        make_request(str(seed), prompt, temperature=0.9, seed=seed, max_tokens=max_tokens)
+        for seed, prompt in enumerate(prompts_of(lengths), start=1)
+    ]
+
+
+def alone(assembled: AssembledEngine, requests: Sequence[Request]) -> tuple[Logits, dict[str, list[int]]]:
+    """Run requests one at a time, each on a fresh engine; return logits and texts."""
+    logits: Logits = {}
+    texts: dict[str, list[int]] = {}
+    for request in requests:
+        found, text, _ = record(assembled, [request])
+        logits |= found
+        texts |= text
+    return logits, texts
+
+
+def assert_same_bits(found: Logits, expected: Logits) -> None:
+    """Every draw of both had logits of the same bits."""
+    assert found.keys() == expected.keys()
+    for key, logits in expected.items():
+        assert np.isfinite(logits).all()
+        assert found[key].tobytes() == logits.tobytes(), f"seed {key[0]}, position {key[1]}: other bits"

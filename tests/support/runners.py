@@ -1,0 +1,73 @@
+"""Digest runners that a test can hold in mid-flight, and copiers that damage what arrives."""
+
+import random
+import threading
+
+from pdserve.kvtransfer.layout import ChunkRange
+from pdserve.workers.engine.engine import Engine
+from pdserve.workers.engine.plan import Int32, StepPlan
+from pdserve.workers.kv.copy import BlockCopier
+from pdserve.workers.kv.store import KVStore
+from pdserve.workers.model.digest import DigestModel, DigestRunner
+from pdserve.workers.model.runner import OnLayer
+from support.engines import make_digest_engine
+
+GATE_S = 20
+
+
+class GatedRunner(DigestRunner):
+    """Goes past a step, or past a layer, only while the gate is open; raises if told to."""
+
+    def __init__(self, model: DigestModel, *, num_blocks: int = 64, block_size: int = 16) -> None:
+        super().__init__(model, num_blocks=num_blocks, block_size=block_size)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.layer_gate = threading.Event()
+        self.layer_gate.set()
+        self.fails = False
+        self.fails_after_layers = False
+        self.num_layers_done = 0
+
+    def execute(self, plan: StepPlan, on_layer: OnLayer | None = None) -> Int32:
+        """See ModelRunner.execute."""
+        assert self.gate.wait(GATE_S), "the test never opened the gate"
+        if self.fails:
+            raise RuntimeError("the model exploded")
+
+        def gated(layer: int) -> None:
+            assert on_layer is not None, "called only if layers are announced"
+            on_layer(layer)
+            self.num_layers_done += 1
+            assert self.layer_gate.wait(GATE_S), "the test never opened the gate"
+
+        tokens = super().execute(plan, None if on_layer is None else gated)
+        if self.fails_after_layers:
+            raise RuntimeError("the model exploded")
+        return tokens
+
+
+def make_gated_engine(model: DigestModel, **limits: int) -> tuple[Engine, GatedRunner]:
+    """Return a digest engine on a gated runner."""
+    engine = make_digest_engine(model, **limits)  # type: ignore[arg-type]
+    runner = GatedRunner(model, num_blocks=engine.pool.num_blocks, block_size=limits.get("block_size", 16))
+    engine.runner = runner
+    return engine, runner
+
+
+class DamagingCopier(BlockCopier):
+    """Flips a bit of some of the bodies it scatters, as a bad wire would."""
+
+    def __init__(self, store: KVStore, *, share: float, seed: int = 0) -> None:
+        super().__init__(store)
+        self.share = share
+        self.num_damaged = 0
+        self._random = random.Random(seed)
+
+    def scatter(self, chunk: ChunkRange, blocks: Int32, body: memoryview) -> int:
+        """See BlockCopier.scatter."""
+        if self._random.random() >= self.share:
+            return super().scatter(chunk, blocks, body)
+        self.num_damaged += 1
+        damaged = bytearray(body)
+        damaged[self._random.randrange(len(damaged))] ^= 1 << self._random.randrange(8)
+        return super().scatter(chunk, blocks, memoryview(damaged))
