@@ -46,6 +46,7 @@ def is_clean(deployment: Running) -> bool:
         found.get("pdserve_kv_blocks_free", -1) == found.get("pdserve_kv_blocks_total", 0)
         and found["pdserve_running_sequences"] == found["pdserve_waiting_sequences"] == 0
         and found["pdserve_queued_prompt_tokens"] == 0
+        and found["pdserve_kv_transfers_receiving"] == found["pdserve_kv_transfers_sending"] == 0
     )
 
 
@@ -190,52 +191,102 @@ def test_kill_9_of_the_controller_stops_no_request_and_loses_no_worker(
     assert_clean(deployment)
 
 
-def pids(status: dict[str, object]) -> list[int]:
+def pids(status: dict[str, object], role: str = "") -> list[int]:
     workers = status["workers"]
     assert isinstance(workers, list)
-    return [worker["info"]["pid"] for worker in workers]
+    return [worker["info"]["pid"] for worker in workers if worker["info"]["role"].startswith(role)]
+
+
+def is_complete(deployment: Running, dead: int) -> bool:
+    """Two workers are ready, none of them the dead one, and the link between them is open."""
+    status = deployment.status()
+    workers = status["workers"]
+    assert isinstance(workers, list)
+    links = [link["state"] for worker in workers for link in worker["load"]["links"]]
+    states = [worker["state"] for worker in workers]
+    return states == ["ready", "ready"] and links == ["open"] and dead not in pids(status)
+
+
+def value_of(deployment: Running, name: str) -> float:
+    text = httpx.get(f"{deployment.url}/metrics", timeout=10).text
+    return sum(float(value) for value in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_dead_or_frozen_worker_ends_its_requests_with_an_error_and_is_replaced(
+def test_a_dead_or_frozen_decode_worker_costs_its_streams_a_pause_and_no_token(
     client: openai.OpenAI, deployment: Running, number: signal.Signals
 ) -> None:
-    expected = complete(client, PROMPTS[0])
-    (pid,) = pids(deployment.status())
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        running = [pool.submit(stream, client, prompt, 2000) for prompt in PROMPTS[:6]]
-        wait_for(lambda: gauges(deployment)["pdserve_running_sequences"] == 6, "all run", 10.0)
+    # Texts do not depend on the batch (see above), so all at once.
+    with concurrent.futures.ThreadPoolExecutor(20) as pool:
+        expected = list(pool.map(lambda prompt: complete(client, prompt, 60), PROMPTS[:20]))
+    (pid,) = pids(deployment.status(), "decode")
+    replays = value_of(deployment, "pdserve_replays_total")
+    with concurrent.futures.ThreadPoolExecutor(20) as pool:
+        running = [pool.submit(stream, client, prompt, 60) for prompt in PROMPTS[:20]]
+        wait_for(lambda: value_of(deployment, "pdserve_running_sequences") >= 15, "they stream", 20.0)
         os.kill(pid, number)
-        for future in running:
-            with pytest.raises(openai.APIError, match=r"worker mixed-\d+ was lost"):
-                future.result(timeout=30)
-    wait_for(lambda: httpx.get(f"{deployment.url}/ready", timeout=10).status_code == 200, "replaced", 60.0)
-    assert pids(deployment.status()) != [pid]
-    assert complete(client, PROMPTS[0]) == expected
+        results = [future.result(timeout=100) for future in running]
+    assert [text for text, _, _ in results] == expected
+    assert all(reasons == ["length"] and tokens == 60 for _, reasons, tokens in results)
+    assert value_of(deployment, "pdserve_replays_total") > replays
+    wait_for(lambda: is_complete(deployment, pid), "replaced and linked", 60.0)
     assert_clean(deployment)
+
+
+def test_kill_9_of_the_prefill_worker_in_mid_transfer_changes_no_text(
+    client: openai.OpenAI, deployment: Running
+) -> None:
+    # known_faults B061
+    prompts = [f"{place} is a place. " * 120 + f"{place} is known for its" for place in PLACES[:4]]
+    expected = [complete(client, prompt, 8) for prompt in prompts]
+    (pid,) = pids(deployment.status(), "prefill")
+    received = value_of(deployment, "pdserve_kv_received_bytes_total")
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(stream, client, prompt, 8) for prompt in prompts]
+        wait_for(lambda: value_of(deployment, "pdserve_kv_received_bytes_total") > received, "chunks arrive", 20.0)
+        os.kill(pid, signal.SIGKILL)
+        assert [future.result(timeout=100)[0] for future in running] == expected
+    wait_for(lambda: is_complete(deployment, pid), "replaced and linked", 60.0)
+    assert complete(client, prompts[0], 8) == expected[0]
+    assert_clean(deployment)
+
+
+def test_explain_tells_where_a_request_went(client: openai.OpenAI, deployment: Running) -> None:
+    answer = client.completions.create(model=MODEL, prompt="The sea is " * 20, max_tokens=4, temperature=0)
+    told = deployment.cli.run("explain", answer.id, "--name", deployment.name)
+    assert told.returncode == 0, told.stderr
+    for word in ("ingress:", "worker:decode-", "asked prefill-", "prefill starts", "first token", "complete, joins"):
+        assert word in told.stdout, told.stdout
+    unknown = deployment.cli.run("explain", "cmpl-unknown", "--name", deployment.name)
+    assert unknown.returncode == 2
+    assert "no process of deployment" in unknown.stderr
 
 
 def test_status_shows_the_worker_as_a_table(deployment: Running) -> None:
     answer = deployment.cli.run("status", "--name", deployment.name)
     assert answer.returncode == 0, answer.stderr
-    for word in ("mixed-", "ready", "bitwise", "controller pid"):
+    for word in ("prefill-", "decode-", "ready", "bitwise", "shm", "open", "controller pid"):
         assert word in answer.stdout
 
 
 def test_ray_lets_nobody_in_without_the_deployments_token(deployment: Running) -> None:
     record = json.loads((Path(deployment.cli.environment["PDSERVE_STATE_DIR"]) / "e2e.json").read_text())
     code = f"import ray; ray.init(address={record['ray_address']!r}, log_to_driver=False); print('connected')"
-    for token, is_let_in in ((None, False), ("0" * 64, False), (record["ray_token"], True)):
+
+    def can_connect(token: str | None) -> bool:
         settings = {} if token is None else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
         answer = subprocess.run(
             [sys.executable, "-c", code],
             env={**os.environ, **settings},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=90,
             check=False,
         )
-        assert ("connected" in answer.stdout) is is_let_in, answer.stderr
+        return "connected" in answer.stdout
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(can_connect, [None, "0" * 64, record["ray_token"]])) == [False, False, True]
 
 
 def test_a_second_up_of_the_same_name_is_refused(deployment: Running) -> None:
