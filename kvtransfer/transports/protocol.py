@@ -9,6 +9,9 @@ from pdserve.cluster.base.transfer_messages import Chunk
 class SendTransport(Protocol):
     """The source's end. `buffer` and `send` are called by the link's sender thread, one at a time."""
 
+    carries_headers: bool
+    """False: the owner posts each header on the control channel once `send` has returned."""
+
     @property
     def address(self) -> str:
         """What the sink needs to attach."""
@@ -20,7 +23,10 @@ class SendTransport(Protocol):
         """Return the bytes of a slot, to gather into."""
 
     def send(self, header: Chunk) -> None:
-        """Send a header, and the bytes of its slot. May block. Raises OSError if the link is broken."""
+        """Send the bytes of the header's slot, and the header where it travels with them (`carries_headers`).
+
+        May block. Raises OSError if the link is broken.
+        """
 
     def trim(self, num_slots: int) -> None:
         """Give back the memory of slots from `num_slots` on; they hold nothing."""

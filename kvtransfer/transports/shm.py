@@ -10,7 +10,6 @@ import fcntl
 import mmap
 import os
 import secrets
-from collections.abc import Callable
 
 from pdserve.cluster.base.errors import ProtocolError
 from pdserve.cluster.base.transfer_messages import Chunk
@@ -24,10 +23,10 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 class ShmSender:
     """The source's end."""
 
-    def __init__(self, *, slot_bytes: int, num_slots: int, post: Callable[[Chunk], None]) -> None:
-        """`post` hands a header to the control channel; callable from the sender thread."""
+    carries_headers = False
+
+    def __init__(self, *, slot_bytes: int, num_slots: int) -> None:
         self._stride = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._post = post
         self._num_slots = num_slots
         size = mmap.PAGESIZE + num_slots * self._stride
         nonce = secrets.token_bytes(NONCE_BYTES)
@@ -53,10 +52,9 @@ class ShmSender:
         return self._view[start : start + self._stride]
 
     def send(self, header: Chunk) -> None:
-        """See SendTransport."""
+        """See SendTransport: the bytes are there already, the owner posts the header."""
         if self._is_closed:
             raise BrokenPipeError("the link is closed")
-        self._post(header)
 
     def trim(self, num_slots: int) -> None:
         """See SendTransport."""

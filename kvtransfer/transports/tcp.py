@@ -98,6 +98,8 @@ class TcpListener:
 class TcpSender:
     """The source's end."""
 
+    carries_headers = True
+
     def __init__(self, listener: TcpListener, key: str, *, slot_bytes: int) -> None:
         self._listener = listener
         self._key = key

@@ -78,22 +78,22 @@ class BlockPool:
         with self._lock:
             self._end_promise(count)
 
-    def pin(self, group: int, blocks: Sequence[int]) -> None:
-        """Add a reference to blocks in use: their bytes are being read. `unpin` drops it."""
+    def pin(self, group: int, blocks: Int32) -> None:
+        """Add a reference to distinct blocks in use: their bytes are being read. `unpin` drops it."""
         with self._lock:
             held = self._references[group, blocks]
             assert (held > 0).all(), f"group {group}: a block of {list(blocks)} is free"
             self._references[group, blocks] = held + 1
             self._pins[group, blocks] += 1
 
-    def unpin(self, group: int, blocks: Sequence[int]) -> None:
+    def unpin(self, group: int, blocks: Int32) -> None:
         """Drop the reference of `pin`; from any thread."""
         with self._lock:
             self._pins[group, blocks] -= 1
             self._release(group, blocks)
 
     def release(self, group: int, blocks: Sequence[int]) -> None:
-        """Drop one reference of each block; blocks without references become free."""
+        """Drop one reference of each of distinct blocks; blocks without references become free."""
         with self._lock:
             self._release(group, blocks)
 
@@ -135,11 +135,13 @@ class BlockPool:
             taken.append(blocks)
         return taken
 
-    def _release(self, group: int, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            left = self._references[group, block] - 1
-            assert left >= 0, f"group {group}: block {block} released more often than taken"
-            self._references[group, block] = left
-            if left == 0:
-                self._generations[group, block] += 1
-                self._free[group].append(block)
+    def _release(self, group: int, blocks: Sequence[int] | Int32) -> None:
+        if not len(blocks):
+            return
+        numbers = np.asarray(blocks)
+        left = self._references[group, numbers] - 1
+        assert (left >= 0).all(), f"group {group}: a block of {list(blocks)} released more often than taken"
+        self._references[group, numbers] = left
+        freed = numbers[left == 0]
+        self._generations[group, freed] += 1
+        self._free[group].extend(freed.tolist())

@@ -52,7 +52,7 @@ class _ExportedChunk:
         self._copier = copier
         self._pool = pool
         self._pinned = blocks[chunk.first_token // copier.layout.block_size :]
-        pool.pin(chunk.group, self._pinned.tolist())
+        pool.pin(chunk.group, self._pinned)
 
     @property
     def is_void(self) -> bool:
@@ -62,7 +62,7 @@ class _ExportedChunk:
         return self._copier.gather(self.range, self._blocks, buffer)
 
     def release(self) -> None:
-        self._pool.unpin(self.range.group, self._pinned.tolist())
+        self._pool.unpin(self.range.group, self._pinned)
 
 
 class KVExporter:
@@ -84,7 +84,7 @@ class KVExporter:
         self._spans: dict[int, list[LayerSpan]] = {}
         for span in layer_spans(copier.layout, slot_bytes):
             self._spans.setdefault(span.last_layer, []).append(span)
-        self._step: list[tuple[Export, PlannedPrefill]] = []
+        self._step: list[_StepExport] = []
 
     def __len__(self) -> int:
         """Exports known."""
@@ -112,29 +112,40 @@ class KVExporter:
                 export.has_started = True
                 self._on_start(export.transfer)
             if export.sender is not None:
-                self._step.append((export, prefill))
+                tables = [np.array(blocks, np.int32) for blocks in prefill.blocks]
+                self._step.append(_StepExport(export, export.sender, prefill.first_token, prefill.end_token, tables))
         return bool(self._step)
 
     def layer_done(self, layer: int) -> None:
         """See KVExports."""
         for span in self._spans.get(layer, ()):
-            for export, prefill in self._step:
-                if not export.is_void:
-                    self._announce(export, prefill, span)
+            for step in self._step:
+                if not step.export.is_void:
+                    self._announce(step, span)
 
-    def _announce(self, export: Export, prefill: PlannedPrefill, span: LayerSpan) -> None:
-        layout = self._copier.layout
+    def _announce(self, step: "_StepExport", span: LayerSpan) -> None:
+        export, layout = step.export, self._copier.layout
         # A prefill that was put back computes again what was shipped already.
         until = max(export.sent_until.get(span, 0), first_sent(layout, span.group, export.num_tokens, export.num_held))
-        first = max(until, prefill.first_token)
-        if first >= prefill.end_token:
+        first = max(until, step.first_token)
+        if first >= step.end_token:
             return
-        assert export.sender is not None
-        for chunk in chunks_of(span, first, prefill.end_token):
+        for chunk in chunks_of(span, first, step.end_token):
             last_block = (chunk.end_token - 1) // layout.block_size
-            blocks = np.array(prefill.blocks[span.group][: last_block + 1], np.int32)
+            blocks = step.tables[span.group][: last_block + 1]
             export.num_chunks += 1
-            export.sender.submit(
+            step.sender.submit(
                 _ExportedChunk(export, chunk, chunk_bytes(layout, chunk), blocks, self._copier, self._pool)
             )
-        export.sent_until[span] = prefill.end_token
+        export.sent_until[span] = step.end_token
+
+
+@dataclass(frozen=True, slots=True)
+class _StepExport:
+    """What one step computes of one export; `tables` are its block tables, one per group."""
+
+    export: Export
+    sender: ChunkSender
+    first_token: int
+    end_token: int
+    tables: list[Int32]

@@ -54,18 +54,17 @@ class OutgoingLink:
     def _make_transport(self, settings: HandoffSettings, listener: TcpListener) -> SendTransport:
         config = settings.config
         if self.transport_name == "shm":
-            loop = asyncio.get_running_loop()
-
-            def post(header: Chunk) -> None:
-                loop.call_soon_threadsafe(self._post_header, header)
-
-            return ShmSender(slot_bytes=config.slot_bytes, num_slots=config.max_slots_per_link, post=post)
+            return ShmSender(slot_bytes=config.slot_bytes, num_slots=config.max_slots_per_link)
         if self.transport_name == "tcp":
             key = f"{settings.incarnation}-{id(self.channel):x}-{self.link_no}"
             return TcpSender(listener, key, slot_bytes=config.slot_bytes)
         raise ProtocolError(f"transport {self.transport_name!r} is not offered here")
 
-    def _post_header(self, header: Chunk) -> None:
+    def sent(self, header: Chunk) -> None:
+        """A chunk left: post its header, unless it went with its bytes; on the loop."""
+        self.num_bytes += header.num_bytes
+        if self._transport.carries_headers:
+            return
         try:
             self.channel.post(header)
         except ChannelClosedError as error:

@@ -443,12 +443,12 @@ class SourceService:
 
     def chunk_sent(self, channel: Channel, header: Chunk, stall_s: float) -> None:
         """A chunk left; on the loop."""
+        sink = self._sinks.get(channel)
+        if sink is not None and header.link_no in sink.links:
+            sink.links[header.link_no].sent(header)
         if header.transfer is None:
             return
         outgoing = self._transfers.get(header.transfer)
-        sink = self._sinks.get(channel)
-        if sink is not None and header.link_no in sink.links:
-            sink.links[header.link_no].num_bytes += header.num_bytes
         self._metrics.sent_bytes.inc(header.num_bytes)
         if outgoing is not None:
             if not header.num_resends:

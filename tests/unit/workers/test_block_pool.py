@@ -1,10 +1,12 @@
 """BlockPool: references, generations, promises, groups."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.workers.engine.block_pool import BlockLists, BlockPool
+from pdserve.workers.engine.plan import Int32
 
 
 def take(pool: BlockPool, count: int) -> BlockLists:
@@ -32,11 +34,12 @@ def test_a_pinned_block_is_free_only_after_its_last_reference() -> None:
     # I4
     pool = BlockPool(num_groups=1, num_blocks=2)
     ((block,),) = take(pool, 1)
-    pool.pin(0, [block])
+    pinned = np.array([block], np.int32)
+    pool.pin(0, pinned)
     pool.release(0, [block])
     assert pool.num_free == 1
     assert pool.pins(0)[block] == 1
-    pool.unpin(0, [block])
+    pool.unpin(0, pinned)
     assert pool.num_free == 2
 
 
@@ -47,7 +50,7 @@ def test_releasing_twice_and_pinning_a_free_block_are_caught() -> None:
     with pytest.raises(AssertionError, match="released more often"):
         pool.release(0, [block])
     with pytest.raises(AssertionError, match="is free"):
-        pool.pin(0, [block])
+        pool.pin(0, np.array([block], np.int32))
 
 
 def test_what_is_not_free_in_every_group_is_not_given() -> None:
@@ -91,15 +94,15 @@ def test_promises_are_capped_but_a_large_one_alone_is_not() -> None:
 def test_blocks_are_never_lost_or_doubled(actions: list[tuple[int, int]]) -> None:
     pool = BlockPool(num_groups=2, num_blocks=8, promised_share=1.0)
     held: list[BlockLists] = []
-    pinned: list[int] = []
+    pinned: list[Int32] = []
     promises: list[int] = []
     for action, count in actions:
         if action == 0:
             blocks = pool.allocate(count)
             held += [] if blocks is None else [blocks]
         elif action == 1 and held:
-            pool.pin(0, held[0][0])
-            pinned += held[0][0]
+            pinned.append(np.array(held[0][0], np.int32))
+            pool.pin(0, pinned[-1])
         elif action == 2 and held:
             give_back(pool, held.pop())
         elif action == 3 and pool.promise(count):
@@ -109,7 +112,8 @@ def test_blocks_are_never_lost_or_doubled(actions: list[tuple[int, int]]) -> Non
         pool.validate()
     for blocks in held:
         give_back(pool, blocks)
-    pool.unpin(0, pinned)
+    for blocks_read in pinned:
+        pool.unpin(0, blocks_read)
     for count in promises:
         pool.cancel(count)
     assert pool.num_available == 8
