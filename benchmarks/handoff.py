@@ -7,10 +7,10 @@ windows (36 KiB a token). Their engines compute nothing, so the transfer is all 
 cores, two yardsticks: the *two-copy limit* (plain copies of 3 MiB from one process's memory into shared slots, and on
 into the other's), and a *raw socket* (the same bytes over loopback). Rounds take turns (yardsticks, shm, tcp, …).
 
-Rate: prompts of 4096 tokens in steps of 2048, all at once, bytes over the time from the first PREFILL to the last COMMIT. Added latency:
-one prompt of one block, from the last layer's KV at the source to the first decode step at the sink. With --model, a
-real model prefills prompts of 2048 tokens in chunks of 512, and the share of bytes that the sink had credited before
-prefill ended is shown.
+Rate: twelve prompts of 4096 tokens in steps of 2048, four at a time, bytes over the time from the first request to the
+last COMMIT. Added latency: one prompt of one block, from the last layer's KV at the source to the first decode step at
+the sink. With --model, a real model prefills prompts of 2048 tokens in chunks of 512, and the share of bytes that the
+sink had credited before prefill ended is shown.
 """
 
 import argparse
@@ -61,7 +61,7 @@ LAYOUT = KVLayout(
 )
 NUM_BLOCKS = 1300
 PROMPT = 4096
-NUM_PROMPTS = 4
+NUM_PROMPTS, NUM_CLIENTS = 12, 4
 YARDSTICK_BYTES = 64 << 20
 PIECE_BYTES = 3 << 20
 STORE_BYTES = 512 << 20
@@ -242,10 +242,14 @@ async def measure_transfer(
     transfer = TransferConfig(transports=(transport,), slot_bytes=slot_bytes, promised_share=1.0)
     async with running_cluster(plans, transfer) as cluster:
         await _first_token(cluster, make_request("warm", PROMPT, 2))
+        requests = iter([make_request(f"r{number}", PROMPT, 2) for number in range(NUM_PROMPTS)])
+
+        async def client() -> None:
+            for request in requests:
+                await _first_token(cluster, request)
+
         start = time.perf_counter()
-        await asyncio.gather(
-            *(_first_token(cluster, make_request(f"r{number}", PROMPT, 2)) for number in range(NUM_PROMPTS))
-        )
+        await asyncio.gather(*(client() for _ in range(NUM_CLIENTS)))
         rate = NUM_PROMPTS * PROMPT * LAYOUT.num_layers * LAYOUT.token_bytes / (time.perf_counter() - start) / GIB
         await asyncio.sleep(0.1)
         while not times.empty():

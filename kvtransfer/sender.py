@@ -112,10 +112,7 @@ class ChunkSender:
     def credited(self, seq: int, slot: int) -> Chunk:
         """The sink has done with a chunk. Raises ProtocolError for one that is not outstanding."""
         with self._wake:
-            before = self._ledger.num_slots
             header = self._ledger.credited(seq, slot)
-            if self._ledger.num_slots < before:
-                self._transport.trim(self._ledger.num_slots)
             self._wake.notify()
             return header
 
@@ -132,6 +129,12 @@ class ChunkSender:
                 self._wake.notify()
                 self._events.link_broken(f"a chunk failed {1 + MAX_RESENDS} times")
             return header
+
+    def give_back_idle(self) -> None:
+        """Return borrowed slots, and their memory, if the link is idle."""
+        with self._wake:
+            if not self._is_closing and not self._ready and self._ledger.give_back_idle():
+                self._transport.trim(self._ledger.num_slots)
 
     @property
     def num_outstanding(self) -> int:

@@ -81,10 +81,19 @@ class SlotLedger:
         self._held.add(slot)
         return slot
 
+    def give_back_idle(self) -> bool:
+        """Return what was borrowed if nothing is in use; True if something was."""
+        if len(self._free) != self._num_slots or self._num_slots == self._base:
+            return False
+        self._pool.give_back(self._num_slots - self._base)
+        self._num_slots = self._base
+        self._free = list(range(self._base - 1, -1, -1))
+        return True
+
     def put_back(self, slot: int) -> None:
         """Return a slot that was taken and not sent."""
         self._held.remove(slot)
-        self._release(slot)
+        self._free.append(slot)
 
     def next_seq(self) -> int:
         """Draw the sequence number of the next chunk."""
@@ -100,7 +109,7 @@ class SlotLedger:
     def credited(self, seq: int, slot: int) -> Chunk:
         """The sink has done with a chunk: its slot is free. Raises ProtocolError for a credit never earned."""
         header = self._take_sent(seq, slot)
-        self._release(slot)
+        self._free.append(slot)
         return header
 
     def refused(self, seq: int, slot: int) -> Chunk:
@@ -131,13 +140,6 @@ class SlotLedger:
             raise ProtocolError(f"a credit for chunk {seq} in slot {slot}, which is not outstanding")
         del self._sent[seq]
         return sent.header
-
-    def _release(self, slot: int) -> None:
-        self._free.append(slot)
-        if len(self._free) == self._num_slots and self._num_slots > self._base:
-            self._pool.give_back(self._num_slots - self._base)
-            self._num_slots = self._base
-            self._free = list(range(self._base - 1, -1, -1))
 
 
 class LandingSlots:

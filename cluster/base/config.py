@@ -89,8 +89,8 @@ class TransferConfig(_Section):
     """Size of a landing slot: the most that one chunk carries."""
     base_slots: int = Field(default=2, ge=1)
     """Slots that every link owns."""
-    max_slots_per_link: int = Field(default=8, ge=1)
-    """Slots that a busy link may hold."""
+    max_slots_per_link: int = Field(default=4, ge=1)
+    """Slots that a busy link may hold. More do not make it faster once they no longer fit the processor's cache."""
     max_slots: int = Field(default=64, ge=1)
     """Slots that all links of a prefill worker may hold; a link beyond that is refused."""
     promised_share: float = Field(default=0.25, gt=0, le=1)

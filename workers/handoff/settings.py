@@ -11,6 +11,8 @@ from pdserve.workers.kv.copy import BlockCopier
 
 TICK_S = 0.25
 PROGRESS_S = 1.0
+GIVE_BACK_S = 1.0
+"""A link that was idle this long returns what it borrowed. At once would cost page faults with each burst."""
 TEST_BYTES = 64 << 10
 
 

@@ -54,7 +54,7 @@ from pdserve.kvtransfer.transports.tcp import TcpListener
 from pdserve.workers.engine.engine import Engine
 from pdserve.workers.handoff.exports import Export, KVExporter
 from pdserve.workers.handoff.outgoing_link import OutgoingLink
-from pdserve.workers.handoff.settings import PROGRESS_S, TICK_S, HandoffSettings
+from pdserve.workers.handoff.settings import GIVE_BACK_S, PROGRESS_S, TICK_S, HandoffSettings
 
 logger = logging.getLogger(__name__)
 
@@ -498,7 +498,11 @@ class SourceService:
             link.life.apply(LinkEvent.STALLED)
             for transfer in list(link.transfers):
                 self._with(transfer, lambda outgoing: outgoing.machine.failed("the link stalled"))
-        elif self._settings.clock.now() - link.used_time > config.test_interval_s and not link.sender.num_outstanding:
+            return
+        idle_s = self._settings.clock.now() - link.used_time
+        if idle_s > GIVE_BACK_S:
+            link.sender.give_back_idle()
+        if idle_s > config.test_interval_s and not link.sender.num_outstanding:
             link.used_time = self._settings.clock.now()
             link.sender.send_test()
 

@@ -43,6 +43,7 @@ def test_a_busy_link_borrows_and_an_idle_one_gives_back() -> None:
     assert (ledger.num_slots, pool.num_lent) == (4, 4)
     for chunk in sent:
         assert ledger.credited(chunk.seq, chunk.slot) == chunk
+        assert not ledger.give_back_idle() or chunk is sent[-1]
         ledger.validate()
     assert (ledger.num_slots, pool.num_lent) == (2, 2)
 
@@ -89,7 +90,7 @@ def test_a_closed_link_leaves_no_slot_lent() -> None:
     assert pool.num_lent == 0
 
 
-@given(st.lists(st.integers(0, 3), max_size=80))
+@given(st.lists(st.integers(0, 4), max_size=80))
 def test_slots_always_add_up(actions: list[int]) -> None:
     pool = SlotPool(5)
     ledger = SlotLedger(pool, base=2, most=4)
@@ -109,6 +110,8 @@ def test_slots_always_add_up(actions: list[int]) -> None:
         elif action == 3 and sent:
             chunk = sent.pop(0)
             held.append(ledger.refused(chunk.seq, chunk.slot).slot)
+        elif action == 4:
+            ledger.give_back_idle()
         ledger.validate()
     assert pool.num_lent == ledger.num_slots
 
