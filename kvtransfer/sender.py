@@ -137,6 +137,11 @@ class ChunkSender:
                 self._transport.trim(self._ledger.num_slots)
 
     @property
+    def is_closing(self) -> bool:
+        """True once the link is given up: what the sink says of its chunks means nothing any more."""
+        return self._is_closing
+
+    @property
     def num_outstanding(self) -> int:
         """Chunks sent and not credited."""
         return self._ledger.num_outstanding

@@ -319,6 +319,7 @@ class Worker:
         for queue_s in result.queue_s:
             self._metrics.queue_time.observe(queue_s)
         deltas = result.deltas if self._source is None else self._source.take(result.deltas)
+        self._note_first_steps(deltas)
         self._note_endings(deltas)
         self._send(self._live.deliver(deltas, self._loop.time()))
         if self._sink is not None:
@@ -355,6 +356,13 @@ class Worker:
 
     def _forget_ended(self) -> None:
         self._live.forget_ended(self._loop.time())
+
+    def _note_first_steps(self, deltas: Sequence[TokenDelta]) -> None:
+        for delta in deltas:
+            timeline = self._timelines.get(delta.request_id, delta.attempt)
+            if timeline is not None and not timeline.is_decoding:
+                timeline.is_decoding = True
+                timeline.mark(f"token {delta.index}, the first of this engine")
 
     def _note_endings(self, deltas: Sequence[TokenDelta]) -> None:
         endings = [delta for delta in deltas if delta.finish_reason is not None]

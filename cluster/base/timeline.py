@@ -15,6 +15,7 @@ class Timeline:
         self._clock = clock
         self._start_time = clock.now()
         self._marks: list[tuple[float, str]] = []
+        self.is_decoding = False
 
     def mark(self, text: str) -> None:
         """Note what happens now."""

@@ -38,7 +38,7 @@ from pdserve.cluster.base.messages import (
 )
 from pdserve.cluster.base.route import Route
 from pdserve.cluster.base.wire import Channel, ChannelServer, ChannelSettings
-from pdserve.cluster.base.worker_info import ClusterStatus, Endpoint, Role, WorkerInfo, WorkerState, WorkerView
+from pdserve.cluster.base.worker_info import ClusterStatus, Endpoint, Role, WorkerInfo, WorkerView
 from pdserve.cluster.control.launcher import Creator, Launcher
 from pdserve.cluster.control.membership import Instruction, Membership, MembershipSettings, StartWorker, role_of
 from pdserve.cluster.control.placement import LeastLoaded
@@ -189,10 +189,11 @@ class Controller:
             self._announce_peers(workers)
 
     def _announce_peers(self, workers: tuple[WorkerView, ...]) -> None:
-        """Tell the decode workers, when it has changed, which prefill workers to keep a link to."""
-        ready = tuple(
-            view.info for view in workers if view.info.role is Role.PREFILL and view.state is WorkerState.READY
-        )
+        """Tell the decode workers, when it has changed, which prefill workers to keep a link to.
+
+        One whose channel to this process is lost for a moment keeps its links: they are between the two.
+        """
+        ready = tuple(view.info for view in workers if view.info.role is Role.PREFILL)
         for channel, (worker_id, _) in list(self._workers.items()):
             if role_of(worker_id) is Role.DECODE and self._announced.get(channel) != ready:
                 self._announced[channel] = ready

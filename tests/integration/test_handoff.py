@@ -272,6 +272,23 @@ async def test_a_pair_whose_layouts_differ_is_refused_with_the_field_and_served_
         await assert_clean(first, second, decode)
 
 
+async def test_a_transport_that_the_source_does_not_offer_makes_way_for_the_next() -> None:
+    source = transfer_config(TransportKind.TCP)
+    sink = TransferConfig(transports=(TransportKind.SHM, TransportKind.TCP), slot_bytes=64 << 10)
+    async with (
+        running_controller() as controller,
+        running_replayer(controller) as replayer,
+        running_worker(controller, None, "prefill-0", transfer=source) as prefill,
+        running_worker(controller, None, "decode-0", transfer=sink) as decode,
+    ):
+        await eventually(lambda: has_link(decode) and replayer.dispatcher.has_worker, "linked")
+        assert [link.transport for link in decode.load().links] == ["tcp"]
+        assert "link_demotions_total 1.0" in decode.metrics_text()
+        request = make_request("r", [10] * 50, max_tokens=5)
+        assert (await generate(replayer, request))[0] == MODEL.generate(request)
+        await assert_clean(prefill, decode)
+
+
 async def test_a_restarted_prefill_worker_is_linked_again_under_its_new_life() -> None:
     # known_faults B062
     transfer = transfer_config(TransportKind.TCP)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 
+from pdserve.cluster.base.config import TransportKind
 from pdserve.cluster.base.errors import ChannelClosedError, ProtocolError
 from pdserve.cluster.base.transfer_messages import Chunk, LinkOffer, TransferId
 from pdserve.cluster.base.wire import Channel
@@ -53,12 +54,12 @@ class OutgoingLink:
 
     def _make_transport(self, settings: HandoffSettings, listener: TcpListener) -> SendTransport:
         config = settings.config
-        if self.transport_name == "shm":
+        if self.transport_name not in list(config.transports):
+            raise ProtocolError(f"transport {self.transport_name!r} is not offered here")
+        if self.transport_name == TransportKind.SHM:
             return ShmSender(slot_bytes=config.slot_bytes, num_slots=config.max_slots_per_link)
-        if self.transport_name == "tcp":
-            key = f"{settings.incarnation}-{id(self.channel):x}-{self.link_no}"
-            return TcpSender(listener, key, slot_bytes=config.slot_bytes)
-        raise ProtocolError(f"transport {self.transport_name!r} is not offered here")
+        key = f"{settings.incarnation}-{id(self.channel):x}-{self.link_no}"
+        return TcpSender(listener, key, slot_bytes=config.slot_bytes)
 
     def sent(self, header: Chunk) -> None:
         """A chunk left: post its header, unless it went with its bytes; on the loop."""

@@ -430,7 +430,9 @@ class SinkService:
 
     def _join(self, prefill: RemotePrefill, present: Try) -> None:
         self._close_transfer(prefill, present)
-        prefill.timeline.mark("complete, joins the batch")
+        if present.last_chunk_time is not None:
+            since_s = self._settings.clock.now() - present.last_chunk_time
+            prefill.timeline.mark(f"complete, {since_s * 1000:.1f} ms after the last chunk; joins the batch")
         if present.token_time is not None:
             self._metrics.commit.observe(self._settings.clock.now() - present.token_time)
         del self._prefills[prefill.key]

@@ -258,7 +258,7 @@ class SourceService:
 
     def _credit(self, sink: _Sink, message: Credit) -> None:
         link = sink.links.get(message.link_no)
-        if link is None:
+        if link is None or link.sender.is_closing:
             return  # it was on its way when the link closed
         header = link.sender.credited(message.seq, message.slot)
         link.used_time = self._settings.clock.now()
@@ -277,7 +277,7 @@ class SourceService:
 
     def _nack(self, sink: _Sink, message: Nack) -> None:
         link = sink.links.get(message.link_no)
-        if link is not None:
+        if link is not None and not link.sender.is_closing:
             self._metrics.nacks.inc()
             logger.warning("worker_id=%s refused chunk %d: %s", sink.worker_id, message.seq, message.reason)
             link.sender.refused(message.seq, message.slot)

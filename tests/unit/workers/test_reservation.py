@@ -1,0 +1,114 @@
+"""Reservations, and sequences that join with their KV."""
+
+import pytest
+
+from pdserve.cluster.base.errors import InvalidRequestError
+from pdserve.workers.engine.reservation import Reservation
+from pdserve.workers.model.digest import DigestModel, DigestRunner
+from support.engines import make_digest_engine, make_request
+
+MODEL = DigestModel()
+
+
+def test_a_reservation_holds_a_row_and_blocks_until_it_is_released() -> None:
+    engine = make_digest_engine(MODEL, num_blocks=16, max_running=2)
+    reservations = engine.scheduler.reservations
+    first = reservations.reserve(40)
+    assert first is not None
+    assert (engine.pool.num_free, engine.pool.num_available) == (16, 13)
+    second = reservations.reserve(16)
+    assert second is not None
+    assert reservations.reserve(16) is None, "no row is left"
+    reservations.bind(first)
+    assert engine.pool.num_free == 13
+    assert [len(blocks) for blocks in first.blocks] == [3, 3]
+    engine.scheduler.validate()
+    for reservation in (first, second):
+        reservations.release(reservation)
+    assert (engine.pool.num_available, len(reservations)) == (16, 0)
+    engine.scheduler.validate()
+
+
+def test_a_bound_reservation_grows_only_if_there_is_room() -> None:
+    engine = make_digest_engine(MODEL, num_blocks=4)
+    reservations = engine.scheduler.reservations
+    reservation = reservations.reserve(33)
+    assert reservation is not None
+    reservations.bind(reservation)
+    assert reservations.grow(reservation, 48)
+    assert reservations.grow(reservation, 64)
+    assert not reservations.grow(reservation, 65)
+    assert [len(blocks) for blocks in reservation.blocks] == [4, 4]
+    engine.scheduler.validate()
+
+
+def join_after_prefill(num_computed: int) -> tuple[list[int], list[int]]:
+    """Return a request's whole text, and what comes out if another engine prefilled it and this one got its KV."""
+    prompt, sampling = range(10, 60), {"max_tokens": 12, "temperature": 1.0, "seed": 5}
+    request = make_request("r", prompt, **sampling)  # type: ignore[arg-type]
+    source, sink = make_digest_engine(MODEL), make_digest_engine(MODEL)
+    source.scheduler.add(request, is_prefill_only=True)
+    (delta,) = source.step()  # one step takes the whole prompt
+    assert (delta.finish_reason, source.scheduler.has_work, source.pool.num_free) == (None, False, 64)
+    reservation = sink.scheduler.reservations.reserve(51)
+    assert reservation is not None
+    sink.scheduler.reservations.bind(reservation)
+    copy_kv(source.runner, sink.runner, reservation)
+    resumed = make_request("r", prompt, resume=delta.token_ids, **sampling)  # type: ignore[arg-type]
+    sink.scheduler.join(resumed, reservation, num_computed)
+    tokens = list(delta.token_ids)
+    while sink.scheduler.has_work:
+        sink.scheduler.validate()
+        for item in sink.step():
+            assert item.index == len(tokens)
+            tokens += item.token_ids
+    assert sink.pool.num_free == 64
+    return MODEL.generate(request), tokens
+
+
+def copy_kv(source: object, sink: object, reservation: Reservation) -> None:
+    """Copy the first request's blocks of a fresh engine, which are 3, 2, 1, 0, into the reservation's."""
+    assert isinstance(source, DigestRunner)
+    assert isinstance(sink, DigestRunner)
+    for group, spec in enumerate(source.store.layout.groups):
+        for layer in spec.layers:
+            for place, block in enumerate(reservation.blocks[group]):
+                sink.store.layer(layer)[block] = source.store.layer(layer)[3 - place]
+
+
+@pytest.mark.parametrize("num_computed", [50, 48, 16, 0])
+def test_a_sequence_that_joins_with_kv_goes_on_as_if_it_had_been_computed_here(num_computed: int) -> None:
+    expected, tokens = join_after_prefill(num_computed)
+    assert tokens == expected
+
+
+def test_a_second_copy_cannot_join_and_keeps_its_reservation() -> None:
+    engine = make_digest_engine(MODEL)
+    request = make_request("r", [10, 11], max_tokens=3)
+    engine.scheduler.add(request)
+    reservation = engine.scheduler.reservations.reserve(3)
+    assert reservation is not None
+    with pytest.raises(InvalidRequestError, match="already here"):
+        engine.scheduler.join(request, reservation, 0)
+    engine.scheduler.reservations.release(reservation)
+    engine.scheduler.validate()
+
+
+def test_local_work_and_reservations_share_rows_and_blocks_without_a_deadlock() -> None:
+    engine = make_digest_engine(MODEL, num_blocks=12, max_running=3)
+    reservation = engine.scheduler.reservations.reserve(40)
+    assert reservation is not None
+    engine.scheduler.reservations.bind(reservation)
+    requests = [make_request(str(n), [10 + n] * 20, max_tokens=70) for n in range(3)]
+    outputs: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        engine.scheduler.add(request)
+    for _ in range(400):
+        for delta in engine.step():
+            outputs[delta.request_id] += delta.token_ids
+        engine.scheduler.validate()
+    # 20 + 70 tokens take 6 of the 9 blocks left: they run one or two at a time, and all finish beside the reservation.
+    assert outputs == {request.request_id: MODEL.generate(request) for request in requests}
+    assert engine.scheduler.num_preemptions > 0
+    engine.scheduler.reservations.release(reservation)
+    assert engine.pool.num_available == 12
