@@ -80,8 +80,9 @@ def test_what_a_crashed_head_left_is_swept(cli: Cli, tiny_checkpoints: dict[str,
         (("--set", "engine.blok_size=16"), "engine.blok_size: unknown key; did you mean 'block_size'?"),
         (("--set", "model.max_model_len=10000000"), "model.max_model_len 10000000"),
         (("--set", "noequals"), "must be KEY=VALUE"),
-        (("--mixed", "0"), "workers.mixed"),
-        (("--set", "workers.num_cpus=900"), "needs 900 CPUs"),
+        (("--mixed", "0"), "at least one decode or mixed worker must own requests"),
+        (("--prefill", "1"), "prefill workers need a decode worker"),
+        (("--set", "workers.num_cpus=900"), "needs 1800 CPUs"),
         (("--config", "/nowhere.yaml"), "cannot read /nowhere.yaml"),
     ],
 )
@@ -107,6 +108,7 @@ def test_a_checkpoint_that_cannot_be_loaded_fails_the_start_with_its_cause(
     timeout = ("--set", "workers.start_timeout_s=12")
     answer = cli.run("up", "--model", str(folder), *TINY, *timeout, "--detach")
     assert answer.returncode == 1
-    assert "worker died: mixed-0: did not start" in answer.stderr
+    assert "worker died: prefill-0: did not start" in answer.stderr
+    assert "worker died: decode-0: did not start" in answer.stderr
     assert "tensor model.layers.2.mlp.down_proj.weight is missing" in answer.stderr
     assert_nothing_left(before)
