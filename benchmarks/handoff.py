@@ -274,10 +274,14 @@ async def measure_overlap(folder: Path, transport: TransportKind) -> tuple[float
     async with running_cluster(plans, TransferConfig(transports=(transport,), promised_share=1.0)) as cluster:
         for number in range(3):
             await _first_token(cluster, make_request(f"long{number}", 2048, 2))
-        text = "\n".join(await cluster.controller.metrics())
-    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
-    num_prompts = int(float(lines["pdserve_kv_early_share_count"]))
-    return float(lines["pdserve_kv_early_share_sum"]) / num_prompts, num_prompts
+        texts = await cluster.controller.metrics()
+    num_prompts = int(_sum_of("pdserve_kv_early_share_count", texts))
+    return _sum_of("pdserve_kv_early_share_sum", texts) / num_prompts, num_prompts
+
+
+def _sum_of(name: str, texts: list[str]) -> float:
+    lines = [line for text in texts for line in text.splitlines()]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name} "))
 
 
 def main(arguments: list[str]) -> int:

@@ -79,7 +79,7 @@ def check_cpus(config: DeploymentConfig, machine_cpus: int) -> None:
     if wanted > offered:
         raise ConfigError(
             f"{_count_workers(config)} times workers.num_cpus {config.workers.num_cpus:g} "
-            f"needs {wanted:g} CPUs, Ray offers {offered} (ray.num_cpus); lower one of them"
+            f"needs {wanted:g} CPUs, Ray offers {offered} (ray.num_cpus); lower one of them, or start one mixed worker"
         )
 
 

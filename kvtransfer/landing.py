@@ -17,6 +17,10 @@ from pdserve.kvtransfer.pattern import pattern
 
 logger = logging.getLogger(__name__)
 
+CHECKSUM = "checksum"
+SCATTER_FAILED = "scatter failed"
+"""Reasons of a refusal after which the chunk's tokens hold nothing that can be trusted."""
+
 
 class ScatterTarget(Protocol):
     """Where a transfer's chunks go."""
@@ -99,6 +103,7 @@ class LandingThread:
     def __init__(self, events: LandingEvents) -> None:
         self._events = events
         self._bindings: dict[TransferId, _Binding] = {}
+        self._fenced: set[int] = set()
         self._commands: deque[_Command | None] = deque()
         self._wake = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="landing", daemon=True)
@@ -151,7 +156,11 @@ class LandingThread:
                 command = self._commands.popleft()
             if command is None:
                 return
-            self._execute(command)
+            try:
+                self._execute(command)
+            except Exception:
+                # The barrier of this thread: one bad command must not stop all others (I13).
+                logger.exception("the landing thread could not carry out %s", type(command).__name__)
 
     def _execute(self, command: _Command) -> None:
         match command:
@@ -168,9 +177,12 @@ class LandingThread:
                 for landed in unbound.waiting if unbound is not None else ():
                     self._events.chunk_dropped(landed.header)
                 self._events.unbound(transfer)
+            case _Landed(header) if header.link_no in self._fenced:
+                logger.debug("link_no=%d a chunk of a fenced link is dropped", header.link_no)
             case _Landed():
                 self._land(command)
             case _Fence(link_no):
+                self._fenced.add(link_no)
                 for binding in self._bindings.values():
                     binding.waiting = [landed for landed in binding.waiting if landed.header.link_no != link_no]
                 self._events.link_fenced(link_no)
@@ -199,9 +211,9 @@ class LandingThread:
             except Exception:
                 # The barrier of this thread: the chunk is refused, its transfer decides (I13).
                 logger.exception("scatter failed")
-                reason = "scatter failed"
+                reason = SCATTER_FAILED
             else:
-                reason = None if checksum == header.checksum else "checksum"
+                reason = None if checksum == header.checksum else CHECKSUM
         if reason is None:
             self._events.chunk_scattered(header)
         else:

@@ -115,6 +115,17 @@ class Coverage:
         for layer in range(chunk.first_layer, chunk.end_layer):
             self._ranges[chunk.group, layer].append((chunk.first_token, chunk.end_token))
 
+    def remove(self, chunk: ChunkRange) -> None:
+        """The chunk's tokens hold nothing that can be trusted any more: a damaged body was copied over them."""
+        for layer in range(chunk.first_layer, chunk.end_layer):
+            ranges = self._ranges[chunk.group, layer]
+            self._ranges[chunk.group, layer] = [
+                part
+                for first, end in ranges
+                for part in ((first, min(end, chunk.first_token)), (max(first, chunk.end_token), end))
+                if part[0] < part[1]
+            ]
+
     def is_complete(self, num_tokens: int) -> bool:
         """True if every layer holds what a query at `num_tokens` sees."""
         return self._holds(num_tokens, num_tokens)
@@ -127,8 +138,11 @@ class Coverage:
         return self._whole_blocks(min(self._end(key, num_tokens) for key in self._ranges))
 
     def num_usable(self, num_tokens: int) -> int:
-        """Return how many leading tokens need no computing: held, and with the windows that their successor sees."""
-        held = self.num_held(num_tokens)
+        """Return how many leading tokens need no computing: held, and with the windows that their successor sees.
+
+        At most all but the last token: its hidden state is needed to go on.
+        """
+        held = min(self.num_held(num_tokens), num_tokens - 1)
         return held if self._holds(held, held) else 0
 
     def _whole_blocks(self, count: int) -> int:

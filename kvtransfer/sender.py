@@ -46,9 +46,6 @@ class SenderEvents(Protocol):
     def chunk_sent(self, header: Chunk, stall_s: float) -> None:
         """A chunk is on its way; it had waited `stall_s` for a slot."""
 
-    def chunk_dropped(self, transfer: TransferId) -> None:
-        """A chunk of an ended transfer was not sent."""
-
     def link_broken(self, reason: str) -> None:
         """The link cannot send any more, or a chunk failed its last resend."""
 
@@ -103,6 +100,14 @@ class ChunkSender:
                 return
         chunk.release()
 
+    def drop_void(self) -> None:
+        """Release the chunks of ended transfers now, also while no slot is free."""
+        with self._wake:
+            void = [item.chunk for item in self._ready if item.chunk.is_void]
+            self._ready = deque(item for item in self._ready if not item.chunk.is_void)
+        for chunk in void:
+            chunk.release()
+
     def send_test(self) -> None:
         """Send the test pattern as soon as a slot is free."""
         with self._wake:
@@ -116,7 +121,7 @@ class ChunkSender:
             self._wake.notify()
             return header
 
-    def refused(self, seq: int, slot: int) -> Chunk:
+    def refused(self, seq: int, slot: int) -> None:
         """The sink could not verify a chunk: send it again, or end the link. Raises ProtocolError."""
         with self._wake:
             header = self._ledger.refused(seq, slot)
@@ -128,7 +133,6 @@ class ChunkSender:
                 self._is_closing = True
                 self._wake.notify()
                 self._events.link_broken(f"a chunk failed {1 + MAX_RESENDS} times")
-            return header
 
     def give_back_idle(self) -> None:
         """Return borrowed slots, and their memory, if the link is idle."""
@@ -223,9 +227,7 @@ class ChunkSender:
     def _next_work(self) -> _Resend | tuple[_Ready | None, int] | None:
         """Return a resend, the test pattern (no chunk) or a chunk, each with its slot. Under the lock."""
         while self._ready and self._ready[0].chunk.is_void:
-            dropped = self._ready.popleft().chunk
-            dropped.release()
-            self._events.chunk_dropped(dropped.transfer)
+            self._ready.popleft().chunk.release()
         if self._resends:
             return self._resends.popleft()
         if not self._wants_test and not self._ready:

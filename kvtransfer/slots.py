@@ -1,4 +1,4 @@
-"""Slots and credits of a link, as its source counts them. Pure; the owner holds a lock.
+"""Slots and credits of a link, as its source counts them. Pure; a ledger's owner holds a lock.
 
 A *slot* is a place for one chunk: a send buffer here, and a landing place at the sink (with shared memory they are the
 same bytes). A link owns `base` slots for good; more are borrowed from the rank's `SlotPool` while there is demand and
@@ -6,6 +6,7 @@ go back when the link is idle. A slot is held from gathering until the sink's CR
 come from it), so credits belong to the link, never to a transfer (invariants I2, I16).
 """
 
+import threading
 from dataclasses import dataclass
 
 from pdserve.cluster.base.errors import ProtocolError
@@ -13,23 +14,26 @@ from pdserve.cluster.base.transfer_messages import Chunk
 
 
 class SlotPool:
-    """Slots that all links of a rank may hold together."""
+    """Slots that all links of a rank may hold together. Links are on threads of their own, so it has its own lock."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.num_lent = 0
+        self._lock = threading.Lock()
 
     def lend(self, count: int) -> bool:
         """Take `count` slots; False if that many are not left."""
-        if self.num_lent + count > self.capacity:
-            return False
-        self.num_lent += count
-        return True
+        with self._lock:
+            if self.num_lent + count > self.capacity:
+                return False
+            self.num_lent += count
+            return True
 
     def give_back(self, count: int) -> None:
         """Return slots."""
-        self.num_lent -= count
-        assert self.num_lent >= 0, "more slots returned than lent"
+        with self._lock:
+            self.num_lent -= count
+            assert self.num_lent >= 0, "more slots returned than lent"
 
 
 @dataclass(slots=True)

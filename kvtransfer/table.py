@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Generic, TypeVar
 
+from pdserve.cluster.base.errors import ProtocolError
+
 S = TypeVar("S", bound=StrEnum)
 E = TypeVar("E", bound=StrEnum)
 Table = Mapping[tuple[S, E], S]
 
 
-class IllegalTransitionError(AssertionError):
-    """Our own fault: an event that cannot happen in this state."""
+class IllegalTransitionError(ProtocolError):
+    """An event that cannot happen in this state: a peer broke the protocol, or we did."""
 
 
 class Machine(Generic[S, E]):

@@ -15,6 +15,7 @@ from pdserve.cluster.base.errors import (
     OverloadedError,
     PdserveError,
     ProtocolError,
+    TokenTimeoutError,
     WorkerLostError,
 )
 from pdserve.cluster.base.ids import IngressId, RequestId, WorkerId
@@ -89,7 +90,7 @@ class RequestStream:
         try:
             event = await asyncio.wait_for(self._events.get(), self._timeout_s)
         except TimeoutError as error:
-            raise WorkerLostError(f"no token within {self._timeout_s:g} s") from error
+            raise TokenTimeoutError(f"no token within {self._timeout_s:g} s (ingress.token_timeout_s)") from error
         if isinstance(event, PdserveError):
             raise event
         return event
@@ -290,6 +291,7 @@ class Dispatcher:
         if not route.worker_ids:
             raise NoWorkerError(route.reason)
         refusal: PdserveError = NoWorkerError("no routed worker is connected")
+        is_any_overloaded = False
         # A decode worker without room is passed by; only if all are, the request waits at the best of them.
         for may_wait in (False, True):
             for worker_id in route.worker_ids:
@@ -302,7 +304,10 @@ class Dispatcher:
                     link.send(stream, may_wait=may_wait)
                     await stream.wait_first()
                 except (OverloadedError, NoWorkerError, ChannelClosedError) as error:
-                    refusal = error
+                    # Overloaded says most: that one would take the request later.
+                    if isinstance(error, OverloadedError) or not is_any_overloaded:
+                        refusal = NoWorkerError(str(error)) if isinstance(error, ChannelClosedError) else error
+                    is_any_overloaded |= isinstance(error, OverloadedError)
                     placed.release()
                     continue
                 except BaseException as error:
@@ -312,7 +317,7 @@ class Dispatcher:
                     raise
                 logger.info("request_id=%s worker_id=%s %s", request.request_id, worker_id, route.reason)
                 return placed
-            if not isinstance(refusal, OverloadedError):
+            if not is_any_overloaded:
                 break
         raise refusal
 

@@ -172,5 +172,7 @@ class EngineThread:
                         scheduler.abort(request_id, attempt)
             except (InvalidRequestError, OverloadedError) as error:
                 assert not isinstance(item, _Abort), "an abort is never refused"
+                if isinstance(item, _Join):
+                    scheduler.reservations.release(item.reservation)
                 refusals.append((item.request, error))
         return refusals

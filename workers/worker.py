@@ -352,6 +352,8 @@ class Worker:
         self._send(self._live.fail_all(f"the engine failed: {cause}", self._loop.time()))
         if self._source is not None:
             self._source.fail_all(cause)
+        if self._sink is not None:
+            self._sink.fail_all(cause)
         self._controller.report_failure(cause)
 
     def _forget_ended(self) -> None:

@@ -136,7 +136,7 @@ class WorkersConfig(_Section):
     @model_validator(mode="before")
     @classmethod
     def _one_pair_by_default(cls, values: "Tree") -> "Tree":
-        if any(values.get(role.value) is not None for role in Role):
+        if not isinstance(values, dict) or any(values.get(role.value) is not None for role in Role):
             return values
         return {**values, Role.PREFILL.value: 1, Role.DECODE.value: 1}
 
@@ -178,7 +178,7 @@ class IngressConfig(_Section):
     route_timeout_s: float = Field(default=1.0, gt=0)
     """After this long without an answer of the controller the replica routes on its last view."""
     token_timeout_s: float = Field(default=600.0, gt=0)
-    """A request that sees no new token for this long ends with an error."""
+    """A request that sees no new token for this long ends with an error; it is not replayed."""
     max_attempts: int = Field(default=3, ge=1, le=16)
     """A request whose worker died is replayed on another; after this many deaths it ends with an error (it may be the
     cause)."""
@@ -222,6 +222,16 @@ class DeploymentConfig(_Section):
     ingress: IngressConfig = IngressConfig()
     channel: ChannelConfig = ChannelConfig()
     ray: RayConfig = RayConfig()
+
+    @model_validator(mode="after")
+    def _links_fit(self) -> "DeploymentConfig":
+        needed = self.workers.decode * self.transfer.base_slots
+        if self.workers.prefill and needed > self.transfer.max_slots:
+            raise ValueError(
+                f"transfer.max_slots {self.transfer.max_slots}: {self.workers.decode} decode workers need {needed} "
+                "(transfer.base_slots each)"
+            )
+        return self
 
     @model_validator(mode="after")
     def _device_fits_backend(self) -> "DeploymentConfig":

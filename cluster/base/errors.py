@@ -9,6 +9,7 @@ PdserveError
 │   ├── OverloadedError         a bounded queue is full
 │   ├── NoWorkerError           no worker can take the request now
 │   ├── WorkerLostError         the worker died or went silent while it held the request
+│   ├── TokenTimeoutError       the worker lives, but no token came in time
 │   └── ChannelClosedError      the channel to a peer ended
 └── InternalError           our fault
     ├── EngineError             the engine failed while it ran the request
@@ -67,6 +68,10 @@ class WorkerLostError(RetryableError):
     """The worker died or went silent while it held the request. `worker_id` names it where it is known."""
 
     worker_id: WorkerId | None = None
+
+
+class TokenTimeoutError(RetryableError):
+    """The worker lives, but no token of the request came within ingress.token_timeout_s."""
 
 
 class ChannelClosedError(RetryableError):

@@ -191,8 +191,11 @@ class Controller:
     def _announce_peers(self, workers: tuple[WorkerView, ...]) -> None:
         """Tell the decode workers, when it has changed, which prefill workers to keep a link to.
 
-        One whose channel to this process is lost for a moment keeps its links: they are between the two.
+        One whose channel to this process is lost for a moment keeps its links, also when this process has restarted:
+        they are between the two.
         """
+        if not self._membership.is_known(Role.PREFILL):
+            return
         ready = tuple(view.info for view in workers if view.info.role is Role.PREFILL)
         for channel, (worker_id, _) in list(self._workers.items()):
             if role_of(worker_id) is Role.DECODE and self._announced.get(channel) != ready:

@@ -70,9 +70,10 @@ class Membership:
         self._clock = clock
         self._members: dict[WorkerId, _Member] = {}
         self._adopted: set[WorkerId] = set()
+        self._found: set[WorkerId] = set()
         self._num_started: dict[Role, int] = {}
-        self._deaths_in_row = 0
-        self._next_start_time = 0.0
+        self._deaths_in_row: dict[Role, int] = {}
+        self._next_start_time: dict[Role, float] = {}
         self._last_deaths: list[str] = []
 
     @property
@@ -80,6 +81,14 @@ class Membership:
         """False while workers of an earlier controller may still be about to register again."""
         self._adopted = {worker_id for worker_id in self._adopted if self._is_awaited(worker_id)}
         return not self._adopted
+
+    def is_known(self, role: Role) -> bool:
+        """False while an adopted worker of the role may still live, but has not registered again."""
+        return not any(
+            role_of(worker_id) is role and self._members[worker_id].info is None
+            for worker_id in self._found
+            if worker_id in self._members
+        )
 
     def _is_awaited(self, worker_id: WorkerId) -> bool:
         member = self._members.get(worker_id)
@@ -90,6 +99,7 @@ class Membership:
     def adopt(self, worker_id: WorkerId) -> None:
         """A worker of an earlier controller was found by name; it will register by itself."""
         self._adopted.add(worker_id)
+        self._found.add(worker_id)
         self._members[worker_id] = _Member(WorkerState.STARTING, self._clock.now())
         role = role_of(worker_id)
         self._num_started[role] = max(self._num_started.get(role, 0), _number(worker_id) + 1)
@@ -147,7 +157,7 @@ class Membership:
                 instructions += self._bury(worker_id, cause)
         self._forgive(now)
         for role, target in self._settings.targets.items():
-            while self._count(role) < target and now >= self._next_start_time:
+            while self._count(role) < target and now >= self._next_start_time.get(role, 0.0):
                 instructions.append(self._start(role, now))
         return instructions
 
@@ -197,16 +207,23 @@ class Membership:
         if self._members.pop(worker_id, None) is None:
             return []
         self._last_deaths = [*self._last_deaths[-9:], f"{worker_id}: {cause}"]
-        backoff_s = min(self._settings.backoff_s * 2**self._deaths_in_row, MAX_BACKOFF_S)
-        # The first death is replaced at once; a row of them waits longer each time.
-        self._next_start_time = self._clock.now() + (backoff_s if self._deaths_in_row else 0.0)
-        self._deaths_in_row += 1
+        role = role_of(worker_id)
+        deaths = self._deaths_in_row.get(role, 0)
+        backoff_s = min(self._settings.backoff_s * 2**deaths, MAX_BACKOFF_S)
+        # The first death is replaced at once; a row of them waits longer each time. Each role waits by itself.
+        self._next_start_time[role] = self._clock.now() + (backoff_s if deaths else 0.0)
+        self._deaths_in_row[role] = deaths + 1
         return [RemoveWorker(worker_id=worker_id, cause=cause)]
 
     def _forgive(self, now: float) -> None:
-        ready = [member for member in self._members.values() if member.state is WorkerState.READY]
-        if ready and all(now - member.since_time > MAX_BACKOFF_S for member in ready):
-            self._deaths_in_row = 0
+        for role in self._settings.targets:
+            ready = [
+                member
+                for worker_id, member in self._members.items()
+                if role_of(worker_id) is role and member.state is WorkerState.READY
+            ]
+            if ready and all(now - member.since_time > MAX_BACKOFF_S for member in ready):
+                self._deaths_in_row.pop(role, None)
 
 
 def role_of(worker_id: WorkerId) -> Role:

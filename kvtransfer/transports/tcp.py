@@ -23,6 +23,9 @@ LENGTH_BYTES = 4
 MAX_HEADER_BYTES = 16 << 10
 MAX_KEY_BYTES = 256
 CONNECT_S = 5.0
+ACCEPT_PAUSE_S = 0.1
+MAX_GREETINGS = 64
+"""Connections that have not shown the token yet; further ones are closed."""
 
 
 class TcpListener:
@@ -68,7 +71,15 @@ class TcpListener:
         assert self._socket is not None
         loop = asyncio.get_running_loop()
         while True:
-            connection, _ = await loop.sock_accept(self._socket)
+            try:
+                connection, _ = await loop.sock_accept(self._socket)
+            except OSError as error:
+                logger.warning("a data connection could not be accepted: %s", error)
+                await asyncio.sleep(ACCEPT_PAUSE_S)
+                continue
+            if len(self._greetings) >= MAX_GREETINGS:
+                connection.close()
+                continue
             task = asyncio.create_task(self._greet(connection))
             self._greetings.add(task)
             task.add_done_callback(self._greetings.discard)
@@ -165,11 +176,19 @@ class TcpReceiver:
     """The sink's end: a thread that reads headers and lands their bytes."""
 
     def __init__(
-        self, address: str, token: bytes, slots: LandingSlots, *, on_chunk: OnChunk, on_broken: OnBroken
+        self,
+        address: str,
+        token: bytes,
+        slots: LandingSlots,
+        *,
+        link_no: int,
+        on_chunk: OnChunk,
+        on_broken: OnBroken,
     ) -> None:
         self._address = address
         self._token = token
         self._landing_slots = slots
+        self._link_no = link_no
         self._on_chunk = on_chunk
         self._on_broken = on_broken
         self._slots: dict[int, memoryview] = {}
@@ -242,6 +261,8 @@ class TcpReceiver:
         message = self._codec.decode(bytes(body))
         if not isinstance(message, Chunk):
             raise ProtocolError(f"unexpected {type(message).__name__} on a data connection")
+        if message.link_no != self._link_no:
+            raise ProtocolError(f"a chunk of link {message.link_no} on the data connection of link {self._link_no}")
         return message
 
     def _landing(self, header: Chunk) -> memoryview:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from pdserve.cluster.base.config import TransferConfig, TransportKind
-from pdserve.cluster.base.errors import ProtocolError, WorkerLostError
+from pdserve.cluster.base.errors import ProtocolError, TokenTimeoutError, WorkerLostError
 from pdserve.cluster.base.ids import Incarnation, RequestId
 from pdserve.cluster.base.request import FinishReason
 from pdserve.cluster.base.transfer_messages import Commit, Credit, Prefill, TransferAbort, TransferId
@@ -25,9 +25,11 @@ from pdserve.workers.model.digest import DigestModel
 from pdserve.workers.worker import Worker
 from support.controllers import StubController
 from support.engines import make_digest_engine, make_request, prompts_of
-from support.runners import DamagingCopier, make_gated_engine
+from support.runners import DamagingCopier, GatedCopier, make_gated_engine
 from support.services import CHANNEL, MODEL, eventually, generate, running_controller, running_replayer, running_worker
 
+NARROW = DigestModel(windows=(0,), layers_per_group=2)
+"""Without a window, so that everything held is usable."""
 LAYER_BYTES = MODEL.layout(16).token_bytes * 2
 """Bytes of a token in both layers of a group."""
 TRANSPORTS = list(TransportKind)
@@ -98,7 +100,8 @@ async def test_texts_equal_those_of_one_engine(transport: TransportKind) -> None
         make_request(str(n), prompt, max_tokens=1 + n % 9, temperature=n % 2, seed=n)
         for n, prompt in enumerate(prompts_of(lengths))
     ]
-    async with running_pair(transfer_config(transport)) as pair:
+    decode = make_digest_engine(MODEL, num_blocks=128)
+    async with running_pair(transfer_config(transport), decode=decode) as pair:
         results = await asyncio.gather(*(generate(pair.replayer, request) for request in requests))
         for request, (tokens, reason) in zip(requests, results, strict=True):
             assert tokens == MODEL.generate(request), request.request_id
@@ -203,31 +206,135 @@ async def test_a_prefill_worker_that_fails_in_mid_transfer_leaves_verified_block
         await assert_clean(pair.decode, second)
 
 
-async def test_without_a_prefill_worker_left_the_decode_worker_computes_the_rest() -> None:
-    engine, runner = make_gated_engine(MODEL, max_batch_tokens=64)
-    request = make_request("r", list(range(10, 210)), max_tokens=8)
-    async with running_pair(transfer_config(TransportKind.TCP), prefill=engine) as pair:
+@pytest.mark.parametrize("length", [48, 64, 70])
+async def test_a_prefill_worker_that_dies_with_the_whole_prompt_shipped_leaves_one_token_to_compute(
+    length: int,
+) -> None:
+    # The last token's hidden state is lost with it, also if the prompt ends with a block.
+    engine, runner = make_gated_engine(NARROW, max_batch_tokens=512)
+    runner.fails_after_layers = True
+    request = make_request("r", list(range(10, 10 + length)), max_tokens=8)
+    decode = make_digest_engine(NARROW)
+    async with running_pair(transfer_config(TransportKind.TCP), prefill=engine, decode=decode) as pair:
         runner.layer_gate.clear()
         task = asyncio.create_task(generate(pair.replayer, request))
-        await eventually(lambda: runner.num_layers_done >= 1, "it computes")
-        await pair.prefill._server.stop()
+        layout = NARROW.layout(16)
+        expected = length * layout.num_layers * layout.token_bytes
+        for count in range(1, layout.num_layers + 1):
+            await eventually(lambda count=count: runner.num_layers_done >= count, f"layer {count}")
+            if count == layout.num_layers:
+                await eventually(lambda: received_bytes(pair.decode) == expected, "everything has come")
+            runner.layer_gate.set()
+            runner.layer_gate.clear()
         runner.layer_gate.set()
-        assert (await task)[0] == MODEL.generate(request)
-        assert pair.decode.load().num_prefilled_tokens >= 72
+        assert (await task)[0] == NARROW.generate(request)
+        # Windows of 24 tokens are whole, so all blocks but the last token's count.
+        usable = min(length // 16 * 16, length - 1)
+        assert f"computes the prompt here, {usable} tokens held" in pair.decode.traces("r")[0]
+        assert pair.decode.load().num_prefilled_tokens == length - usable
         await assert_clean(pair.decode)
 
 
-async def test_a_frozen_prefill_worker_is_given_up_by_the_deadline_while_the_decode_engine_is_busy() -> None:
-    # I6, I7
+async def test_without_a_prefill_worker_left_the_decode_worker_computes_only_what_is_missing() -> None:
+    engine, runner = make_gated_engine(NARROW, max_batch_tokens=64)
+    request = make_request("r", list(range(10, 210)), max_tokens=8)
+    decode = make_digest_engine(NARROW)
+    async with running_pair(transfer_config(TransportKind.TCP), prefill=engine, decode=decode) as pair:
+        runner.layer_gate.clear()
+        task = asyncio.create_task(generate(pair.replayer, request))
+        layout = NARROW.layout(16)
+        for count in range(1, 2 * layout.num_layers + 1):
+            await eventually(lambda count=count: runner.num_layers_done >= count, f"layer {count}")
+            if count < 2 * layout.num_layers:
+                runner.layer_gate.set()
+                runner.layer_gate.clear()
+        expected = 128 * layout.num_layers * layout.token_bytes
+        await eventually(lambda: received_bytes(pair.decode) == expected, "two steps have come")
+        await pair.prefill._server.stop()
+        runner.layer_gate.set()
+        assert (await task)[0] == NARROW.generate(request)
+        assert pair.decode.load().num_prefilled_tokens == 72
+        await assert_clean(pair.decode)
+
+
+async def test_kv_that_a_damaged_resend_has_overwritten_is_not_used() -> None:
+    # I12: two tries overlap; the second damages what the first had verified, and dies.
+    first, first_runner = make_gated_engine(NARROW, max_batch_tokens=64)
+    copiers: list[DamagingCopier] = []
+
+    def make_copier(store: KVStore) -> BlockCopier:
+        copiers.append(DamagingCopier(store, share=0.0))
+        return copiers[-1]
+
+    request = make_request("r", list(range(10, 110)), max_tokens=8)
+    transfer = transfer_config(TransportKind.SHM)
+    async with (
+        running_pair(transfer, prefill=first, decode=make_digest_engine(NARROW), make_copier=make_copier) as pair,
+        running_worker(pair.controller, make_digest_engine(NARROW), "prefill-1", transfer=transfer),
+    ):
+        await eventually(lambda: sum(link.state == "open" for link in pair.decode.load().links) == 2, "both linked")
+        first_runner.layer_gate.clear()
+        task = asyncio.create_task(generate(pair.replayer, request))
+        layout = NARROW.layout(16)
+        for count in range(1, layout.num_layers + 2):  # the second step has done one layer of two
+            await eventually(lambda count=count: first_runner.num_layers_done >= count, f"layer {count}")
+            if count <= layout.num_layers:
+                first_runner.layer_gate.set()
+                first_runner.layer_gate.clear()
+        expected = (64 * layout.num_layers + 36) * layout.token_bytes
+        await eventually(lambda: received_bytes(pair.decode) == expected, "one layer of the second step has come")
+        copiers[0].share = 1.0
+        await pair.prefill._server.stop()
+        first_runner.layer_gate.set()
+        assert (await task)[0] == NARROW.generate(request)
+        assert copiers[0].num_damaged > 0
+        assert "64 tokens held" in pair.decode.traces("r")[0]
+        await assert_clean(pair.decode)
+
+
+async def test_a_link_that_stalls_ends_its_transfers_and_is_replaced_by_one_that_works() -> None:
+    copiers: list[GatedCopier] = []
+
+    def make_copier(store: KVStore) -> BlockCopier:
+        copiers.append(GatedCopier(store))
+        return copiers[-1]
+
+    transfer = transfer_config(TransportKind.SHM, stall_s=0.3)
+    async with running_pair(transfer, make_copier=make_copier) as pair:
+        copiers[0].gate.clear()
+        request = make_request("r", [10] * 200, max_tokens=5)
+        task = asyncio.create_task(generate(pair.replayer, request))
+        await eventually(lambda: pair.prefill.load().num_sending == 1, "it is sent")
+        await eventually(lambda: pair.prefill.load().num_sending == 0, "the stall ended it")
+        assert pair.prefill._engine.pool.num_free == pair.prefill._engine.pool.num_blocks
+        await eventually(lambda: not has_link(pair.decode), "the link is given up")
+        copiers[0].gate.set()
+        assert (await task)[0] == MODEL.generate(request)
+        await eventually(lambda: has_link(pair.decode), "linked again")
+        again = make_request("again", [10] * 200, max_tokens=5)
+        assert (await generate(pair.replayer, again))[0] == MODEL.generate(again)
+        await assert_clean(pair.prefill, pair.decode)
+
+
+async def test_a_frozen_prefill_worker_is_given_up_by_the_deadline_while_the_decode_engine_is_in_a_step() -> None:
+    # I6, I7: the reaper needs neither peer nor scheduler.
     prefill, frozen = make_gated_engine(MODEL)
+    decode, busy = make_gated_engine(MODEL)
+    other = make_request("other", [10, 11], max_tokens=40)
     request = make_request("r", list(range(10, 110)), max_tokens=8)
     transfer = transfer_config(TransportKind.SHM, streaming_timeout_s=0.6, queued_timeout_s=0.6)
-    async with running_pair(transfer, prefill=prefill) as pair:
+    async with running_pair(transfer, prefill=prefill, decode=decode) as pair:
+        task = asyncio.create_task(generate(pair.replayer, other))
+        await eventually(lambda: pair.decode.load().num_generated_tokens > 2, "another request decodes")
+        busy.gate.clear()
         frozen.layer_gate.clear()
-        assert (await generate(pair.replayer, request))[0] == MODEL.generate(request)
-        (timeline,) = pair.decode.traces("r")
-        assert "failed: no progress for" in timeline
+        frozen_task = asyncio.create_task(generate(pair.replayer, request))
+        await eventually(lambda: bool(pair.decode.traces("r")), "it has come")
+        await eventually(lambda: "failed: no progress for" in pair.decode.traces("r")[0], "given up")
+        busy.gate.set()
         frozen.layer_gate.set()
+        assert (await frozen_task)[0] == MODEL.generate(request)
+        assert (await task)[0] == MODEL.generate(other)
         await assert_clean(pair.prefill, pair.decode)
 
 
@@ -342,6 +449,48 @@ async def test_a_decode_worker_without_room_is_passed_by_for_one_that_has_it() -
         assert (await task)[0] == MODEL.generate(first)
 
 
+async def test_a_request_waits_at_a_full_decode_worker_if_the_other_one_has_failed() -> None:
+    full, held = make_gated_engine(MODEL, num_blocks=8)
+    broken, breaking = make_gated_engine(MODEL)
+    transfer = transfer_config(TransportKind.SHM)
+    async with (
+        running_pair(transfer, decode=full) as pair,
+        running_worker(pair.controller, broken, "decode-1", transfer=transfer) as other,
+    ):
+        links = pair.replayer.dispatcher._links
+        await eventually(lambda: has_link(other) and len(links) == 2, "both are linked")
+        await eventually(lambda: all(link.is_open for link in links.values()), "connected")
+        breaking.fails = True
+        other.submit(make_request("kill", [10, 11], max_tokens=3))
+        await eventually(lambda: other.registration()[2] is not None, "it has failed")
+        held.gate.clear()
+        first = make_request("first", [10] * 100, max_tokens=20)
+        task = asyncio.create_task(generate(pair.replayer, first))
+        await eventually(lambda: full.pool.num_free < 2, "the first decode worker is full")
+        second = make_request("second", [10] * 40, max_tokens=5)
+        waiting = asyncio.create_task(generate(pair.replayer, second))
+        await eventually(lambda: any("waits for room" in text for text in pair.decode.traces("second")), "it waits")
+        held.gate.set()
+        assert (await task)[0] == MODEL.generate(first)
+        assert (await waiting)[0] == MODEL.generate(second)
+        await assert_clean(pair.prefill, pair.decode)
+
+
+async def test_a_worker_that_lives_and_gives_no_token_is_an_error_and_no_death() -> None:
+    engine, runner = make_gated_engine(MODEL)
+    async with (
+        running_controller() as controller,
+        running_replayer(controller, token_timeout_s=0.3) as replayer,
+        running_worker(controller, engine) as worker,
+    ):
+        await eventually(lambda: replayer.dispatcher.has_worker, "connected")
+        runner.gate.clear()
+        with pytest.raises(TokenTimeoutError, match=r"no token within 0\.3 s"):
+            await generate(replayer, make_request("r", [10, 11], max_tokens=5))
+        runner.gate.set()
+        await assert_clean(worker)
+
+
 async def test_one_token_answers_ship_no_kv_and_stop_tokens_end_at_the_first() -> None:
     # known_faults B006, B074, B076
     async with running_pair(transfer_config(TransportKind.SHM)) as pair:
@@ -402,6 +551,7 @@ async def test_data_connections_without_the_token_or_a_key_are_refused() -> None
                 f"{listener.host}|{listener.port}|{key}",
                 token,
                 LandingSlots(num_slots=1, slot_bytes=64),
+                link_no=1,
                 on_chunk=lambda header: None,
                 on_broken=lambda reason: None,
             )

@@ -54,6 +54,20 @@ def make_gated_engine(model: DigestModel, **limits: int) -> tuple[Engine, GatedR
     return engine, runner
 
 
+class GatedCopier(BlockCopier):
+    """Scatters only while the gate is open."""
+
+    def __init__(self, store: KVStore) -> None:
+        super().__init__(store)
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def scatter(self, chunk: ChunkRange, blocks: Int32, body: memoryview) -> int:
+        """See BlockCopier.scatter."""
+        assert self.gate.wait(GATE_S), "the test never opened the gate"
+        return super().scatter(chunk, blocks, body)
+
+
 class DamagingCopier(BlockCopier):
     """Flips a bit of some of the bodies it scatters, as a bad wire would."""
 

@@ -21,7 +21,10 @@ class Reservation:
 
 
 class Reservations:
-    """Makes reservations out of a worker's pool and rows. Called by the I/O loop only."""
+    """Makes reservations out of a worker's pool and rows, on the I/O loop.
+
+    They end there, or by joining, on the engine's thread; a reservation belongs to one of the two at a time.
+    """
 
     def __init__(self, pool: BlockPool, tables: RowTables, block_size: int) -> None:
         self._pool = pool

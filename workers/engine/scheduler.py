@@ -125,6 +125,7 @@ class Scheduler:
         The reservation ends here. Raises InvalidRequestError if the request is here already; then it does not.
         """
         sequence = self._arrive(request, is_prefill_only=False)
+        assert num_computed_tokens < sequence.num_tokens, "the last token is always computed here"
         self.reservations.joined(reservation)
         sequence.blocks = reservation.blocks
         sequence.num_computed_tokens = num_computed_tokens

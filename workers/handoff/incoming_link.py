@@ -32,13 +32,17 @@ class IncomingLink:
 
     async def attach(self, offer: LinkOffer, token: bytes, on_broken: Callable[[str], None]) -> None:
         """Connect to what the source offers. Raises OSError or ProtocolError. `on_broken` runs on any thread."""
+        if self._receiver is not None:
+            raise ProtocolError(f"link {self.link_no} was offered twice")
         if not (0 < offer.num_slots <= MAX_SLOTS and 0 < offer.slot_bytes <= MAX_SLOT_BYTES):
             raise ProtocolError(f"a link of {offer.num_slots} slots of {offer.slot_bytes} bytes")
         self._slots = LandingSlots(num_slots=offer.num_slots, slot_bytes=offer.slot_bytes)
         if self.transport is TransportKind.SHM:
             receiver: ReceiveTransport = ShmReceiver(offer.address, self._slots)
         else:
-            receiver = TcpReceiver(offer.address, token, self._slots, on_chunk=self._landed, on_broken=on_broken)
+            receiver = TcpReceiver(
+                offer.address, token, self._slots, link_no=self.link_no, on_chunk=self._landed, on_broken=on_broken
+            )
         # Known before it attaches, so that whatever it holds is freed.
         self._receiver = receiver
         await receiver.attach()

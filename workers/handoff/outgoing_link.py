@@ -7,7 +7,7 @@ from pdserve.cluster.base.config import TransportKind
 from pdserve.cluster.base.errors import ChannelClosedError, ProtocolError
 from pdserve.cluster.base.transfer_messages import Chunk, LinkOffer, TransferId
 from pdserve.cluster.base.wire import Channel
-from pdserve.kvtransfer.link import LinkEvent, LinkLife
+from pdserve.kvtransfer.link import LinkEvent, LinkLife, LinkState
 from pdserve.kvtransfer.sender import ChunkSender, SenderEvents
 from pdserve.kvtransfer.slots import SlotLedger, SlotPool
 from pdserve.kvtransfer.transports.protocol import SendTransport
@@ -40,6 +40,7 @@ class OutgoingLink:
         self.life = LinkLife()
         self.transfers: set[TransferId] = set()
         self.num_bytes = 0
+        self._is_awaited = False
         self.used_time = settings.clock.now()
         config = settings.config
         ledger = SlotLedger(pool, base=config.base_slots, most=config.max_slots_per_link)
@@ -80,12 +81,20 @@ class OutgoingLink:
             num_slots=settings.config.max_slots_per_link,
         )
 
+    def expect_test(self) -> None:
+        """The sink says that it has attached. Raises ProtocolError if it said so before."""
+        if self._is_awaited:
+            raise ProtocolError(f"link {self.link_no} was attached to twice")
+        self._is_awaited = True
+
     async def begin_test(self) -> None:
         """The sink has attached: start the sender and let it send the test pattern. Raises OSError."""
         await self._transport.wait_attached()
-        if self.life.apply(LinkEvent.ATTACHED):
-            self.sender.start()
-            self.sender.send_test()
+        if self.life.state is not LinkState.OPENING:
+            return  # it was closed meanwhile
+        self.life.apply(LinkEvent.ATTACHED)
+        self.sender.start()
+        self.sender.send_test()
 
     def break_off(self) -> None:
         """Stop sending; `fence` completes it."""

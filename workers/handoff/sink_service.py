@@ -34,7 +34,7 @@ from pdserve.cluster.base.transfer_messages import (
     TransferId,
 )
 from pdserve.cluster.base.worker_info import LinkView, WorkerInfo
-from pdserve.kvtransfer.landing import LandingThread, range_of
+from pdserve.kvtransfer.landing import CHECKSUM, SCATTER_FAILED, LandingThread, range_of
 from pdserve.kvtransfer.layout import ChunkRange, Coverage, chunk_bytes
 from pdserve.kvtransfer.reaper import Reaper
 from pdserve.kvtransfer.sink import (
@@ -110,6 +110,7 @@ class SinkService:
         self, engine: Engine, owner: RequestOwner, settings: HandoffSettings, metrics: TransferMetrics, max_waiting: int
     ) -> None:
         self._scheduler = engine.scheduler
+        self._loop = asyncio.get_running_loop()
         self._owner = owner
         self._settings = settings
         self._metrics = metrics
@@ -124,20 +125,21 @@ class SinkService:
         self._link_numbers = count(1)
         self._transfer_numbers = count(1)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._watcher: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Begin to land chunks and to watch deadlines."""
         self._landing.start()
-        task = asyncio.create_task(self._watch(), name="sink deadlines")
-        self._tasks.add(task)
+        self._watcher = asyncio.create_task(self._watch(), name="sink deadlines")
+        self._keep(self._watcher)
 
     async def stop(self) -> None:
         """Disconnect from every source and end the landing thread."""
         peers, self._peers = list(self._peers.values()), {}
         self._leaving.update(peers)
         await asyncio.gather(*(self._leave(peer) for peer in peers))
-        for task in self._tasks:
-            task.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if not await asyncio.to_thread(self._landing.stop, LANDING_STOP_S):
             logger.error("the landing thread did not end within %g s", LANDING_STOP_S)
@@ -185,16 +187,20 @@ class SinkService:
         logger.info("worker_id=%s left: its link closes", peer.info.worker_id)
         self._end_transfers(peer, f"worker {peer.info.worker_id} was removed", tell_source=True)
         self._leaving.add(peer)
-        task = asyncio.create_task(self._leave(peer))
+        self._keep(asyncio.create_task(self._leave(peer)))
+
+    def _keep(self, task: "asyncio.Task[None]") -> None:
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("background work of the sink failed", exc_info=task.exception())
 
     async def _leave(self, peer: SourcePeer) -> None:
         await peer.stop()
         self._leaving.discard(peer)
-
-    def link_opened(self, peer: SourcePeer) -> None:
-        """See PeerEvents."""
 
     def link_lost(self, peer: SourcePeer, reason: str) -> None:
         """See PeerEvents."""
@@ -247,6 +253,12 @@ class SinkService:
         else:
             self._execute(prefill, prefill.present.machine.failed("the client left", tell_source=True))
         return True
+
+    def fail_all(self, cause: str) -> None:
+        """The engine failed, and the requests have ended with the cause: stop fetching for them (I11)."""
+        for key in list(self._prefills):
+            self.abort(key)
+        logger.warning("%s: every transfer to this worker ends", cause)
 
     def admit_waiting(self) -> None:
         """Offer requests that waited for room, in order, as far as there is room now."""
@@ -335,6 +347,9 @@ class SinkService:
 
     def transfer_message(self, peer: SourcePeer, message: Message) -> None:
         """See PeerEvents."""
+        if not isinstance(message, Progress) and not self._is_from(peer, message):
+            self._metrics.stale.inc()
+            return
         match message:
             case Accept(transfer=transfer, position=position):
                 self._accepted(transfer, position)
@@ -347,9 +362,16 @@ class SinkService:
             case TransferAbort(transfer=transfer, reason=reason):
                 self._with(transfer, lambda present: present.machine.failed(reason, tell_source=False))
             case Progress():
-                self._progressed(message)
+                self._progressed(peer, message)
             case _:
                 raise ProtocolError(f"unexpected {type(message).__name__} from a source")
+
+    def _is_from(self, peer: SourcePeer, message: Message) -> bool:
+        """True if the message is about a transfer that this peer serves now. Raises ProtocolError for other kinds."""
+        if not isinstance(message, Accept | Reject | FirstToken | Final | TransferAbort):
+            raise ProtocolError(f"unexpected {type(message).__name__} from a source")
+        prefill = self._transfers.get(message.transfer)
+        return prefill is not None and prefill.present is not None and prefill.present.peer is peer
 
     def _accepted(self, transfer: TransferId, position: int) -> None:
         prefill = self._find(transfer)
@@ -381,11 +403,13 @@ class SinkService:
         )
         self._execute(prefill, prefill.present.machine.final(message.num_chunks))
 
-    def _progressed(self, message: Progress) -> None:
+    def _progressed(self, peer: SourcePeer, message: Progress) -> None:
         config = self._settings.config
         for item in message.transfers:
             prefill = self._transfers.get(item.transfer)
-            if prefill is None or prefill.present is None or prefill.present.machine.state is SinkState.UNBINDING:
+            if prefill is None or prefill.present is None or prefill.present.peer is not peer:
+                continue
+            if prefill.present.machine.state is SinkState.UNBINDING:
                 continue
             if prefill.present.machine.state is SinkState.OFFERED:
                 # A queue that does not move is no trouble while the source's engine works on what is ahead.
@@ -411,6 +435,8 @@ class SinkService:
                 self._scheduler.reservations.bind(prefill.reservation)
                 target = BlockTarget(self._settings.copier, prefill.reservation.blocks, present.num_tokens)
                 self._landing.bind(present.transfer, target)
+                # A redeemed promise makes room for the next one.
+                self._loop.call_soon(self.admit_waiting)
             case EmitFirstToken(token_id=token_id, finish_reason=reason):
                 present.token_time = self._settings.clock.now()
                 prefill.timeline.mark("first token")
@@ -508,7 +534,11 @@ class SinkService:
     def chunk_refused(self, header: Chunk, reason: str) -> None:
         """A chunk that failed its checksum is sent again; one that does not belong ends its transfer."""
         assert header.transfer is not None, "test patterns are reported by themselves"
-        if reason == "checksum":
+        prefill = self._transfers.get(header.transfer)
+        if prefill is not None and reason in (CHECKSUM, SCATTER_FAILED):
+            # What an earlier try had verified there may be overwritten now.
+            prefill.coverage.remove(range_of(header))
+        if reason == CHECKSUM:
             self._metrics.checksum_failures.inc()
             self._settle(header, nack_reason=reason)
             return
@@ -540,13 +570,16 @@ class SinkService:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            try:
-                for transfer, limit_s in self._reaper.overdue():
-                    cause = f"no progress for {limit_s:.1f} s"
-                    self._with(transfer, lambda present, cause=cause: present.machine.failed(cause, tell_source=True))
-            except Exception:
-                # The barrier of this task: deadlines go on.
-                logger.exception("a deadline check of the sink failed")
+            for transfer, limit_s in self._reaper.overdue():
+                try:
+                    self._fail_overdue(transfer, limit_s)
+                except Exception:
+                    # The barrier of this task: one transfer that fails badly does not cost the others (I6).
+                    logger.exception("a deadline of the sink failed")
+
+    def _fail_overdue(self, transfer: TransferId, limit_s: float) -> None:
+        cause = f"no progress for {limit_s:.1f} s"
+        self._with(transfer, lambda present: present.machine.failed(cause, tell_source=True))
 
 
 class _LandingEvents:

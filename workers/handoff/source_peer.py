@@ -28,7 +28,6 @@ from pdserve.cluster.base.wire import Channel, ChannelClient
 from pdserve.cluster.base.worker_info import Endpoint, LinkView, WorkerInfo
 from pdserve.kvtransfer.landing import LandingThread
 from pdserve.kvtransfer.link import LinkEvent, LinkState
-from pdserve.kvtransfer.table import IllegalTransitionError
 from pdserve.workers.handoff.incoming_link import IncomingLink
 from pdserve.workers.handoff.settings import HandoffSettings
 
@@ -37,19 +36,18 @@ logger = logging.getLogger(__name__)
 OPEN_TIMEOUT_S = 5.0
 RETRY_MIN_S = 0.2
 RETRY_MAX_S = 5.0
+DEMOTION_FAILURES, DEMOTION_WINDOW_S = 3, 60.0
+"""A transport whose link worked and broke this often within the window makes way for the next one."""
 
 
 class PeerEvents(Protocol):
     """What a peer tells the sink service; on the loop."""
 
-    def link_opened(self, peer: "SourcePeer") -> None:
-        """Requests can be offered to it."""
-
     def link_lost(self, peer: "SourcePeer", reason: str) -> None:
         """Transfers over the link are over; its channel may still live."""
 
     def transfer_message(self, peer: "SourcePeer", message: Message) -> None:
-        """A message about a transfer. Raises ProtocolError or IllegalTransitionError for what cannot be."""
+        """A message about a transfer. Raises ProtocolError for what cannot be."""
 
 
 class SourcePeer:
@@ -77,6 +75,7 @@ class SourcePeer:
         self._fencing: dict[int, IncomingLink] = {}
         self._next_transport = 0
         self._retry_s = RETRY_MIN_S
+        self._failure_times: list[float] = []
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -164,11 +163,13 @@ class SourcePeer:
                         self._link.header_received(message)
                 case _:
                     self._events.transfer_message(self, message)
-        except (ProtocolError, IllegalTransitionError) as error:
+        except ProtocolError as error:
             logger.warning("worker_id=%s broke the hand-off protocol: %s", self.info.worker_id, error)
             channel.close(f"protocol error: {error}")
 
     def _welcomed(self, message: HelloOk) -> None:
+        if self._link is not None:
+            raise ProtocolError("HELLO was answered twice")
         difference = self._settings.layout.difference(message.kv)
         if message.incarnation != self.info.incarnation:
             difference = f"incarnation: {self.info.incarnation!r} announced, {message.incarnation!r} there"
@@ -217,7 +218,6 @@ class SourcePeer:
             self._cancel_timer()
             self._retry_s = RETRY_MIN_S
             logger.info("worker_id=%s link over %s is open", self.info.worker_id, link.transport)
-            self._events.link_opened(self)
 
     def settle(self, header: Chunk, nack_reason: str | None = None) -> None:
         """Return a chunk's slot to the source: with CREDIT, or with NACK and why."""
@@ -245,7 +245,11 @@ class SourcePeer:
         """Close the link and open another one after a pause, over the next transport if this one never worked."""
         if link is not self._link:
             return
-        if link.life.state in (LinkState.OPENING, LinkState.TESTING):
+        now = self._settings.clock.now()
+        self._failure_times = [time for time in self._failure_times if now - time < DEMOTION_WINDOW_S] + [now]
+        never_worked = link.life.state in (LinkState.OPENING, LinkState.TESTING)
+        if never_worked or len(self._failure_times) >= DEMOTION_FAILURES:
+            self._failure_times = []
             self._next_transport += 1
             self._metrics.demotions.inc()
         logger.warning("worker_id=%s link over %s: %s", self.info.worker_id, link.transport, reason)

@@ -6,7 +6,7 @@ the shell between channels, engine thread and links.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -49,7 +49,6 @@ from pdserve.kvtransfer.source import (
     SourceState,
     SourceTransfer,
 )
-from pdserve.kvtransfer.table import IllegalTransitionError
 from pdserve.kvtransfer.transports.tcp import TcpListener
 from pdserve.workers.engine.engine import Engine
 from pdserve.workers.handoff.exports import Export, KVExporter
@@ -57,6 +56,10 @@ from pdserve.workers.handoff.outgoing_link import OutgoingLink
 from pdserve.workers.handoff.settings import GIVE_BACK_S, PROGRESS_S, TICK_S, HandoffSettings
 
 logger = logging.getLogger(__name__)
+
+OPENING_LIMIT_S = 15.0
+STALLED_LIMIT = 3.0
+"""A link that stalls for this many times `stall_s` is given up: the sink opens another one."""
 
 
 class EngineInbox(Protocol):
@@ -120,21 +123,22 @@ class SourceService:
         )
         engine.exports = self._exporter
         self._tasks: set[asyncio.Task[None]] = set()
+        self._watcher: asyncio.Task[None] | None = None
         self._num_ticks = 0
         self._failure: str | None = None
 
     async def start(self) -> None:
         """Listen for data connections and begin to watch deadlines."""
         await self._listener.start(self._settings.host)
-        self._keep(asyncio.create_task(self._watch(), name="source deadlines"))
+        self._watcher = asyncio.create_task(self._watch(), name="source deadlines")
+        self._keep(self._watcher)
 
     async def stop(self) -> None:
         """Close every link. Transfers that run end without a word: their channels close."""
         for channel in list(self._sinks):
             self.channel_closed(channel)
-        for task in list(self._tasks):
-            if task.get_name() == "source deadlines":
-                task.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._listener.stop()
 
@@ -169,7 +173,9 @@ class SourceService:
                 case OpenLink(link_no=link_no, transport=transport):
                     self._open_link(channel, sink, link_no, transport)
                 case LinkAttached(link_no=link_no):
-                    self._keep(asyncio.create_task(self._test_link(sink, self._link(sink, link_no))))
+                    link = self._link(sink, link_no)
+                    link.expect_test()
+                    self._keep(asyncio.create_task(self._test_link(sink, link)))
                 case CloseLink(link_no=link_no, reason=reason):
                     if link_no in sink.links:
                         self._close_link(sink, sink.links[link_no], reason, tell_sink=False)
@@ -179,16 +185,22 @@ class SourceService:
                     self._credit(sink, message)
                 case Nack():
                     self._nack(sink, message)
-                case Commit(transfer=transfer):
+                case Commit(transfer=transfer) if self._is_from(channel, transfer):
                     self._with(transfer, lambda outgoing: outgoing.machine.committed())
-                case TransferAbort(transfer=transfer):
+                case TransferAbort(transfer=transfer) if self._is_from(channel, transfer):
                     self._with(transfer, lambda outgoing: outgoing.machine.aborted())
+                case Commit() | TransferAbort():
+                    self._metrics.stale.inc()
                 case _:
                     return False
-        except (ProtocolError, IllegalTransitionError) as error:
+        except ProtocolError as error:
             logger.warning("worker_id=%s broke the hand-off protocol: %s", sink.worker_id, error)
             channel.close(f"protocol error: {error}")
         return True
+
+    def _is_from(self, channel: Channel, transfer: TransferId) -> bool:
+        outgoing = self._transfers.get(transfer)
+        return outgoing is not None and outgoing.channel is channel
 
     def channel_closed(self, channel: Channel) -> None:
         """The sink is gone: its links are fenced, its transfers end (I11)."""
@@ -201,6 +213,9 @@ class SourceService:
             self._execute(outgoing, outgoing.machine.aborted())
 
     def _hello(self, channel: Channel, message: Hello) -> None:
+        if channel in self._sinks:
+            channel.close("protocol error: HELLO twice")
+            return
         difference = self._settings.layout.difference(message.kv)
         if difference is not None:
             logger.warning("worker_id=%s refused: %s", message.worker_id, difference)
@@ -259,7 +274,8 @@ class SourceService:
     def _credit(self, sink: _Sink, message: Credit) -> None:
         link = sink.links.get(message.link_no)
         if link is None or link.sender.is_closing:
-            return  # it was on its way when the link closed
+            self._metrics.stale.inc()  # it was on its way when the link closed
+            return
         header = link.sender.credited(message.seq, message.slot)
         link.used_time = self._settings.clock.now()
         if header.transfer is None:
@@ -425,6 +441,7 @@ class SourceService:
         self._exporter.remove(outgoing.request_id)
         if outgoing.link is not None:
             outgoing.link.transfers.discard(outgoing.transfer)
+            outgoing.link.sender.drop_void()
         if outgoing.end_time is None:
             self._inbox.abort(outgoing.request_id, outgoing.transfer.attempt)
         self._metrics.sent.labels(outgoing.machine.state.value).inc()
@@ -467,31 +484,36 @@ class SourceService:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            try:
-                self._tick()
-            except Exception:
-                # The barrier of this task: deadlines go on.
-                logger.exception("a deadline check of the source failed")
+            for transfer, limit_s in self._reaper.overdue():
+                self._guarded(self._fail_overdue, transfer, limit_s)
+            for sink in list(self._sinks.values()):
+                for link in list(sink.links.values()):
+                    self._guarded(self._check_link, sink, link)
+            self._num_ticks += 1
+            if self._num_ticks % round(PROGRESS_S / TICK_S) == 0:
+                self._guarded(self._post_progress)
 
-    def _tick(self) -> None:
-        for transfer, limit_s in self._reaper.overdue():
-            self._with(
-                transfer, lambda outgoing, limit_s=limit_s: outgoing.machine.failed(f"not done in {limit_s:g} s")
-            )
-        for sink in self._sinks.values():
-            for link in list(sink.links.values()):
-                self._check_link(sink, link)
-        self._num_ticks += 1
-        if self._num_ticks % round(PROGRESS_S / TICK_S) == 0:
-            self._post_progress()
+    def _guarded(self, act: Callable[..., None], *arguments: object) -> None:
+        """The barrier of the deadline task: one check that fails does not cost the others (I6)."""
+        try:
+            act(*arguments)
+        except Exception:
+            logger.exception("a check of the source failed")
+
+    def _fail_overdue(self, transfer: TransferId, limit_s: float) -> None:
+        self._with(transfer, lambda outgoing: outgoing.machine.failed(f"not done in {limit_s:g} s"))
 
     def _check_link(self, sink: _Sink, link: OutgoingLink) -> None:
         config = self._settings.config
+        now = self._settings.clock.now()
         if link.life.state is LinkState.OPENING:
+            if now - link.used_time > OPENING_LIMIT_S:
+                self._close_link(sink, link, "the sink did not attach", tell_sink=True)
             return
-        if link.sender.stalled_for() > config.stall_s:
-            if link.life.state is LinkState.TESTING:
-                self._close_link(sink, link, "the test pattern was not answered", tell_sink=True)
+        stalled_s = link.sender.stalled_for()
+        if stalled_s > config.stall_s:
+            if link.life.state is LinkState.TESTING or stalled_s > STALLED_LIMIT * config.stall_s:
+                self._close_link(sink, link, f"no credit for {stalled_s:.1f} s", tell_sink=True)
                 return
             if link.life.state is not LinkState.STALLED:
                 logger.warning("worker_id=%s link_no=%d stalled", sink.worker_id, link.link_no)
@@ -499,11 +521,11 @@ class SourceService:
             for transfer in list(link.transfers):
                 self._with(transfer, lambda outgoing: outgoing.machine.failed("the link stalled"))
             return
-        idle_s = self._settings.clock.now() - link.used_time
+        idle_s = now - link.used_time
         if idle_s > GIVE_BACK_S:
             link.sender.give_back_idle()
         if idle_s > config.test_interval_s and not link.sender.num_outstanding:
-            link.used_time = self._settings.clock.now()
+            link.used_time = now
             link.sender.send_test()
 
     def _post_progress(self) -> None:
@@ -563,9 +585,6 @@ class _LinkEvents:
 
     def chunk_sent(self, header: Chunk, stall_s: float) -> None:
         self._loop.call_soon_threadsafe(self._service.chunk_sent, self._channel, header, stall_s)
-
-    def chunk_dropped(self, transfer: TransferId) -> None:
-        """Nothing to count: the transfer has ended."""
 
     def link_broken(self, reason: str) -> None:
         self._loop.call_soon_threadsafe(self._service.link_broken, self._channel, self._link_no, reason)

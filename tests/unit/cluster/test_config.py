@@ -64,6 +64,9 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("workers.mixed", "-1", "workers.mixed"),
         ("workers.mixed", "0", "at least one decode or mixed worker"),
         ("workers.prefill", "2", "prefill workers need a decode worker"),
+        ("workers", "", "workers: Input should be"),
+        ("workers", "3", "workers: Input should be"),
+        ("transfer.max_slots", "3", "base_slots <= max_slots_per_link"),
         ("transfer.transports", "[]", "transfer.transports"),
         ("transfer.transports", "[carrier-pigeon]", "transfer.transports"),
         ("transfer.base_slots", "99", "base_slots <= max_slots_per_link"),
@@ -79,6 +82,12 @@ def test_bad_keys_and_values_are_refused_by_path(key: str, value: str, message: 
     with pytest.raises(ConfigError) as caught:
         load_config(None, {key: value})
     assert message in str(caught.value)
+
+
+def test_more_decode_workers_than_links_have_slots_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"transfer\.max_slots 64: 33 decode workers need 66"):
+        load_config(None, {"workers.decode": "33", "workers.prefill": "1"})
+    assert load_config(None, {"workers.decode": "33"}).workers.decode == 33
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "a: [", "5\n"])

@@ -47,6 +47,33 @@ def test_each_role_has_its_own_target_and_names() -> None:
     assert (again.worker_id, again.role) == ("decode-2", Role.DECODE)
 
 
+def test_deaths_of_one_role_do_not_delay_another() -> None:
+    clock = ManualClock()
+    membership = Membership(replace(SETTINGS, targets={Role.PREFILL: 1, Role.DECODE: 1}), clock)
+    membership.tick()
+    for number in range(4):  # a prefill worker that cannot load
+        membership.failed_to_start(WorkerId(f"prefill-{number}"), "broken")
+        clock.advance(70.0)
+        assert membership.registered(make_info(WorkerId("decode-0")), WorkerLoad())
+        membership.tick()
+    membership.failed_to_start(WorkerId("prefill-4"), "broken")
+    membership.failed(WorkerId("decode-0"), "gone")
+    assert [item.worker_id for item in membership.tick() if isinstance(item, StartWorker)] == ["decode-1"]
+
+
+def test_after_a_restart_a_role_is_known_when_all_that_were_found_are_back_or_gone() -> None:
+    membership, clock = make()
+    for name in ("prefill-0", "prefill-1", "decode-0"):
+        membership.adopt(WorkerId(name))
+    clock.advance(10.0)
+    assert membership.is_settled, "routing does not wait for ever"
+    membership.registered(make_info(WorkerId("prefill-0")), WorkerLoad())
+    assert not membership.is_known(Role.PREFILL)
+    membership.failed_to_start(WorkerId("prefill-1"), "its process is gone")
+    assert membership.is_known(Role.PREFILL)
+    assert not membership.is_known(Role.DECODE)
+
+
 def test_a_registered_worker_is_ready() -> None:
     membership, _ = make()
     worker_id = make_ready(membership)

@@ -1,5 +1,6 @@
 """Chunk arithmetic: every needed byte once, in chunks that fit; what the sink holds."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -70,11 +71,11 @@ def test_a_slot_that_holds_no_token_is_refused() -> None:
 
 
 @given(st.integers(1, 120), st.integers(1, 70), st.randoms(use_true_random=False))
-def test_coverage_is_complete_exactly_when_everything_came(num_tokens: int, step: int, random: object) -> None:
+def test_coverage_is_complete_exactly_when_everything_came(num_tokens: int, step: int, source: random.Random) -> None:
     # I8
     chunks = all_chunks(num_tokens, 0, step, 700)
     coverage = Coverage(LAYOUT)
-    for chunk in chunks[::-1]:
+    for chunk in source.sample(chunks, len(chunks)):
         assert not coverage.is_complete(num_tokens)
         coverage.add(chunk)
     assert coverage.is_complete(num_tokens)
@@ -89,6 +90,23 @@ def test_what_is_held_is_whole_blocks_in_all_layers() -> None:
     assert coverage.num_held(60) == 32
     # The window of position 32 starts at 9; the window group was only sent from 37 on.
     assert coverage.num_usable(60) == 0
+
+
+@given(st.integers(1, 120), st.integers(1, 70), st.randoms(use_true_random=False))
+def test_a_removed_chunk_is_held_no_more_and_the_last_token_is_never_usable(
+    num_tokens: int, step: int, source: random.Random
+) -> None:
+    chunks = all_chunks(num_tokens, 0, step, 700)
+    coverage = Coverage(LAYOUT)
+    for chunk in (*chunks, *chunks):  # two tries that overlap
+        coverage.add(chunk)
+    assert coverage.num_usable(num_tokens) < num_tokens
+    gone = source.choice(chunks)
+    coverage.remove(gone)
+    assert not coverage.is_complete(num_tokens)
+    assert coverage.num_held(num_tokens) <= gone.first_token
+    coverage.add(gone)
+    assert coverage.is_complete(num_tokens)
 
 
 def test_what_is_held_is_usable_if_the_windows_are_there() -> None:
