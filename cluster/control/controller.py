@@ -8,8 +8,6 @@ LeastLoaded.
 import asyncio
 import logging
 import os
-from collections.abc import Coroutine
-from typing import Any
 
 import ray
 
@@ -37,6 +35,7 @@ from pdserve.cluster.base.messages import (
     View,
 )
 from pdserve.cluster.base.route import Route
+from pdserve.cluster.base.tasks import BackgroundTasks
 from pdserve.cluster.base.wire import Channel, ChannelServer, ChannelSettings
 from pdserve.cluster.base.worker_info import ClusterStatus, Endpoint, Role, WorkerInfo, WorkerView
 from pdserve.cluster.control.launcher import Creator, Launcher
@@ -81,8 +80,8 @@ class Controller:
         self._is_stopping = False
         self._view_wanted = asyncio.Event()
         self._endpoint: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._remember(self._run())
+        self._tasks = BackgroundTasks("the controller")
+        self._tasks.start(self._run())
 
     # Called through Ray: life cycle and status only.
 
@@ -129,7 +128,7 @@ class Controller:
         try:
             for worker_id in await asyncio.to_thread(self._launcher.running):
                 self._membership.adopt(worker_id)
-                self._remember(self._watch_start(worker_id))
+                self._tasks.start(self._watch_start(worker_id))
             self._endpoint.set_result(await self._server.start(self._host))
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._publish_views(), name="views")
@@ -158,7 +157,7 @@ class Controller:
         try:
             if isinstance(instruction, StartWorker):
                 await asyncio.to_thread(self._launcher.start, instruction.worker_id, instruction.role)
-                self._remember(self._watch_start(instruction.worker_id))
+                self._tasks.start(self._watch_start(instruction.worker_id))
                 return
             logger.warning("worker_id=%s removed: %s", instruction.worker_id, instruction.cause)
             self._placement.forget(instruction.worker_id)
@@ -255,7 +254,7 @@ class Controller:
         if not self._membership.registered(info, message.load):
             logger.warning("worker_id=%s is not of this deployment's present workers: removed", info.worker_id)
             channel.close("unknown worker")
-            self._remember(asyncio.to_thread(self._launcher.remove, info.worker_id))
+            self._tasks.start(asyncio.to_thread(self._launcher.remove, info.worker_id))
             return
         logger.info("worker_id=%s is ready: %s", info.worker_id, info.numerics_class)
         self._workers[channel] = (info.worker_id, info.incarnation)
@@ -264,18 +263,7 @@ class Controller:
 
     def _carry_out(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
-            self._remember(self._execute(instruction))
-
-    def _remember(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` in the background; a failure is logged, never lost."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("background work of the controller failed", exc_info=task.exception())
+            self._tasks.start(self._execute(instruction))
 
     def _post(self, channel: Channel, message: Message) -> None:
         try:

@@ -509,7 +509,7 @@ async def test_one_token_answers_ship_no_kv_and_stop_tokens_end_at_the_first() -
 async def test_messages_of_another_life_are_counted_and_never_acted_on() -> None:
     # I3
     async with running_pair(transfer_config(TransportKind.SHM)) as pair:
-        (peer,) = pair.decode._sink._peers.values()  # type: ignore[union-attr]
+        (peer,) = pair.decode._sink._peers.all()  # type: ignore[union-attr]
         stale = TransferId(
             request_id=RequestId("x"),
             attempt=0,
@@ -532,7 +532,7 @@ async def test_messages_of_another_life_are_counted_and_never_acted_on() -> None
 async def test_a_credit_that_was_never_earned_costs_the_sink_its_channel_and_nobody_else() -> None:
     # I2, I17
     async with running_pair(transfer_config(TransportKind.SHM)) as pair:
-        (peer,) = pair.decode._sink._peers.values()  # type: ignore[union-attr]
+        (peer,) = pair.decode._sink._peers.all()  # type: ignore[union-attr]
         assert peer.link is not None
         peer.post(Credit(link_no=peer.link.link_no, seq=77, slot=0))
         await eventually(lambda: not has_link(pair.decode), "disconnected")

@@ -13,13 +13,12 @@ from enum import StrEnum
 from itertools import count
 from typing import Protocol
 
-import numpy as np
-
 from pdserve.cluster.base.errors import ProtocolError
-from pdserve.cluster.base.ids import Incarnation, WorkerId
+from pdserve.cluster.base.ids import WorkerId
 from pdserve.cluster.base.messages import Message
 from pdserve.cluster.base.metrics import TransferMetrics
 from pdserve.cluster.base.request import FinishReason, Request
+from pdserve.cluster.base.tasks import BackgroundTasks
 from pdserve.cluster.base.timeline import Timeline
 from pdserve.cluster.base.transfer_messages import (
     Accept,
@@ -34,8 +33,8 @@ from pdserve.cluster.base.transfer_messages import (
     TransferId,
 )
 from pdserve.cluster.base.worker_info import LinkView, WorkerInfo
-from pdserve.kvtransfer.landing import CHECKSUM, SCATTER_FAILED, LandingThread, range_of
-from pdserve.kvtransfer.layout import ChunkRange, Coverage, chunk_bytes
+from pdserve.kvtransfer.landing import CHECKSUM, SCATTER_FAILED, range_of
+from pdserve.kvtransfer.layout import Coverage
 from pdserve.kvtransfer.reaper import Reaper
 from pdserve.kvtransfer.sink import (
     BindBlocks,
@@ -48,13 +47,13 @@ from pdserve.kvtransfer.sink import (
     SinkTransfer,
     Unbind,
 )
-from pdserve.workers.engine.block_pool import BlockLists
 from pdserve.workers.engine.engine import Engine
 from pdserve.workers.engine.reservation import Reservation
+from pdserve.workers.handoff.block_target import BlockTarget
 from pdserve.workers.handoff.remote_prefill import Key, RemotePrefill, Try
 from pdserve.workers.handoff.settings import TICK_S, HandoffSettings
 from pdserve.workers.handoff.source_peer import SourcePeer
-from pdserve.workers.kv.copy import BlockCopier
+from pdserve.workers.handoff.source_peers import SourcePeers
 
 logger = logging.getLogger(__name__)
 
@@ -82,27 +81,6 @@ class RequestOwner(Protocol):
         """The request, as it was before, has a new token, and perhaps its ending."""
 
 
-class BlockTarget:
-    """Where a transfer's chunks go: blocks of this worker's store. See ScatterTarget."""
-
-    def __init__(self, copier: BlockCopier, blocks: BlockLists, num_tokens: int) -> None:
-        self._copier = copier
-        self._blocks = [np.array(held, np.int32) for held in blocks]
-        self._num_tokens = num_tokens
-
-    def refuse(self, chunk: ChunkRange, num_bytes: int) -> str | None:
-        """See ScatterTarget."""
-        layout = self._copier.layout
-        if not chunk.is_within(layout, self._num_tokens):
-            return f"{chunk} is not part of a prompt of {self._num_tokens} tokens"
-        expected = chunk_bytes(layout, chunk)
-        return None if num_bytes == expected else f"{num_bytes} bytes for {chunk}, {expected} expected"
-
-    def scatter(self, chunk: ChunkRange, body: memoryview) -> int:
-        """See ScatterTarget."""
-        return self._copier.scatter(chunk, self._blocks[chunk.group], body)
-
-
 class SinkService:
     """Made for every worker of the decode role."""
 
@@ -115,34 +93,26 @@ class SinkService:
         self._settings = settings
         self._metrics = metrics
         self._max_waiting = max_waiting
-        self._landing = LandingThread(_LandingEvents(self))
-        self._peers: dict[tuple[WorkerId, Incarnation], SourcePeer] = {}
-        self._leaving: set[SourcePeer] = set()
+        self._peers = SourcePeers(settings, self, self, metrics)
         self._prefills: dict[Key, RemotePrefill] = {}
         self._transfers: dict[TransferId, RemotePrefill] = {}
         self._waiting: deque[RemotePrefill] = deque()
         self._reaper: Reaper[TransferId] = Reaper(settings.clock)
-        self._link_numbers = count(1)
         self._transfer_numbers = count(1)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks("the sink")
         self._watcher: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Begin to land chunks and to watch deadlines."""
-        self._landing.start()
-        self._watcher = asyncio.create_task(self._watch(), name="sink deadlines")
-        self._keep(self._watcher)
+        self._peers.start()
+        self._watcher = self._tasks.start(self._watch(), name="sink deadlines")
 
     async def stop(self) -> None:
-        """Disconnect from every source and end the landing thread."""
-        peers, self._peers = list(self._peers.values()), {}
-        self._leaving.update(peers)
-        await asyncio.gather(*(self._leave(peer) for peer in peers))
+        """Disconnect from every source."""
+        await self._peers.stop()
         if self._watcher is not None:
             self._watcher.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if not await asyncio.to_thread(self._landing.stop, LANDING_STOP_S):
-            logger.error("the landing thread did not end within %g s", LANDING_STOP_S)
+        await self._tasks.wait()
 
     @property
     def num_receiving(self) -> int:
@@ -152,9 +122,8 @@ class SinkService:
     @property
     def is_idle(self) -> bool:
         """True if no request, binding, deadline or occupied slot is left (I16)."""
-        return not (self._prefills or self._transfers or self._waiting or len(self._reaper)) and (
-            self._landing.num_bindings == 0 and not any(peer.num_occupied_slots for peer in self._peers.values())
-        )
+        is_empty = not (self._prefills or self._transfers or self._waiting or len(self._reaper))
+        return is_empty and self._peers.is_idle
 
     def links(self) -> tuple[LinkView, ...]:
         """Return every link, for status."""
@@ -162,7 +131,7 @@ class SinkService:
         for prefill in self._transfers.values():
             if prefill.present is not None:
                 counts[id(prefill.present.peer)] = counts.get(id(prefill.present.peer), 0) + 1
-        return tuple(peer.view(counts.get(id(peer), 0)) for peer in self._peers.values())
+        return tuple(peer.view(counts.get(id(peer), 0)) for peer in self._peers.all())
 
     def refresh_gauges(self) -> None:
         """Set the gauges of the sink side."""
@@ -173,48 +142,18 @@ class SinkService:
     # Prefill workers.
 
     def announce(self, workers: Sequence[WorkerInfo]) -> None:
-        """Keep a link to each of these prefill workers, and to no other that is idle."""
-        present = {(info.worker_id, info.incarnation): info for info in workers}
-        for key in [key for key in self._peers if key not in present]:
-            self._disconnect(self._peers.pop(key))
-        for key, info in present.items():
-            if key not in self._peers:
-                self._peers[key] = SourcePeer(
-                    info, self._settings, self._landing, self, self._metrics, lambda: next(self._link_numbers)
-                )
-
-    def _disconnect(self, peer: SourcePeer) -> None:
-        logger.info("worker_id=%s left: its link closes", peer.info.worker_id)
-        self._end_transfers(peer, f"worker {peer.info.worker_id} was removed", tell_source=True)
-        self._leaving.add(peer)
-        self._keep(asyncio.create_task(self._leave(peer)))
-
-    def _keep(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("background work of the sink failed", exc_info=task.exception())
-
-    async def _leave(self, peer: SourcePeer) -> None:
-        await peer.stop()
-        self._leaving.discard(peer)
+        """Keep a link to each of these prefill workers, and to no other; transfers of those that left end."""
+        for peer in self._peers.announce(workers):
+            self._end_transfers(peer, f"worker {peer.info.worker_id} was removed")
 
     def link_lost(self, peer: SourcePeer, reason: str) -> None:
         """See PeerEvents."""
-        self._end_transfers(peer, reason, tell_source=True)
+        self._end_transfers(peer, reason)
 
-    def _end_transfers(self, peer: SourcePeer, cause: str, *, tell_source: bool) -> None:
+    def _end_transfers(self, peer: SourcePeer, cause: str) -> None:
         for prefill in list(self._transfers.values()):
             if prefill.present is not None and prefill.present.peer is peer:
-                self._execute(prefill, prefill.present.machine.failed(cause, tell_source=tell_source))
-
-    def _usable_peer(self, worker_id: WorkerId) -> SourcePeer | None:
-        return next(
-            (peer for (name, _), peer in self._peers.items() if name == worker_id and peer.link is not None), None
-        )
+                self._execute(prefill, prefill.present.machine.failed(cause, tell_source=True))
 
     # Requests.
 
@@ -223,7 +162,7 @@ class SinkService:
 
         Reserves without waiting for a step.
         """
-        if not any(self._usable_peer(worker_id) is not None for worker_id in sources):
+        if not any(self._peers.usable(worker_id) is not None for worker_id in sources):
             self._metrics.local.labels("no prefill worker").inc()
             return Offer.LOCAL
         prefill = RemotePrefill(
@@ -276,7 +215,7 @@ class SinkService:
 
     def _try_next(self, prefill: RemotePrefill) -> None:
         while prefill.sources:
-            peer = self._usable_peer(prefill.sources.pop(0))
+            peer = self._peers.usable(prefill.sources.pop(0))
             if peer is not None and self._has_room(prefill):
                 self._call(prefill, peer)
                 return
@@ -307,7 +246,7 @@ class SinkService:
             posted_time=settings.clock.now(),
         )
         self._transfers[transfer] = prefill
-        self._landing.expect(transfer)
+        self._peers.landing.expect(transfer)
         self._reaper.watch(transfer, settings.config.queued_timeout_s)
         num_held = prefill.coverage.num_held(prefill.num_tokens) if prefill.needs_kv else 0
         held = f", {num_held} tokens held" if num_held else ""
@@ -434,7 +373,7 @@ class SinkService:
                 assert prefill.reservation is not None, "a transfer of KV has its reservation"
                 self._scheduler.reservations.bind(prefill.reservation)
                 target = BlockTarget(self._settings.copier, prefill.reservation.blocks, present.num_tokens)
-                self._landing.bind(present.transfer, target)
+                self._peers.landing.bind(present.transfer, target)
                 # A redeemed promise makes room for the next one.
                 self._loop.call_soon(self.admit_waiting)
             case EmitFirstToken(token_id=token_id, finish_reason=reason):
@@ -448,7 +387,7 @@ class SinkService:
             case PostAbort(reason=reason_text):
                 present.peer.post(TransferAbort(transfer=present.transfer, reason=reason_text))
             case Unbind():
-                self._landing.unbind(present.transfer)
+                self._peers.landing.unbind(present.transfer)
             case JoinBatch():
                 self._join(prefill, present)
             case _:
@@ -482,7 +421,7 @@ class SinkService:
 
     def _close_transfer(self, prefill: RemotePrefill, present: Try) -> None:
         # No copy is in hand: every chunk was scattered, or UNBIND was answered, or nothing was ever bound.
-        self._landing.unbind(present.transfer)
+        self._peers.landing.unbind(present.transfer)
         del self._transfers[present.transfer]
         prefill.present = None
         self._reaper.forget(present.transfer)
@@ -506,12 +445,11 @@ class SinkService:
         if prefill is not None and prefill.present is not None:
             self._execute(prefill, act(prefill.present))
 
-    # From the landing thread, on the loop.
+    # See ChunkEvents.
 
     def chunk_scattered(self, header: Chunk) -> None:
         """A chunk is verified and in its blocks."""
         assert header.transfer is not None, "test patterns are reported by themselves"
-        self._settle(header)
         prefill = self._find(header.transfer)
         if prefill is None or prefill.present is None:
             return
@@ -521,7 +459,6 @@ class SinkService:
             prefill.timeline.mark("first chunk")
         present.last_chunk_time = now
         present.num_bytes += header.num_bytes
-        present.peer.count_bytes(header)
         self._metrics.received_bytes.inc(header.num_bytes)
         self._reaper.watch(header.transfer, present.limit_s, ("chunk", header.seq))
         self._execute(prefill, present.machine.chunk_verified(range_of(header)))
@@ -529,9 +466,8 @@ class SinkService:
     def chunk_dropped(self, header: Chunk) -> None:
         """A chunk that nobody wants."""
         self._metrics.stale.inc()
-        self._settle(header)
 
-    def chunk_refused(self, header: Chunk, reason: str) -> None:
+    def chunk_refused(self, header: Chunk, reason: str) -> bool:
         """A chunk that failed its checksum is sent again; one that does not belong ends its transfer."""
         assert header.transfer is not None, "test patterns are reported by themselves"
         prefill = self._transfers.get(header.transfer)
@@ -540,30 +476,15 @@ class SinkService:
             prefill.coverage.remove(range_of(header))
         if reason == CHECKSUM:
             self._metrics.checksum_failures.inc()
-            self._settle(header, nack_reason=reason)
-            return
-        self._settle(header)
+            return True
         self._with(header.transfer, lambda present: present.machine.failed(reason, tell_source=True))
-
-    def _settle(self, header: Chunk, nack_reason: str | None = None) -> None:
-        for peer in self._peers.values():
-            peer.settle(header, nack_reason)
-
-    def test_verified(self, header: Chunk, is_right: bool) -> None:
-        """A link's test pattern has come."""
-        for peer in self._peers.values():
-            peer.test_verified(header, is_right=is_right)
+        return False
 
     def unbound(self, transfer: TransferId) -> None:
         """Nothing writes the transfer's blocks any more."""
         prefill = self._transfers.get(transfer)
         if prefill is not None and prefill.present is not None:
             self._execute(prefill, prefill.present.machine.unbound())
-
-    def link_fenced(self, link_no: int) -> None:
-        """Nothing reads the link's slots any more."""
-        for peer in (*self._peers.values(), *self._leaving):
-            peer.link_fenced(link_no)
 
     # Deadlines.
 
@@ -580,32 +501,6 @@ class SinkService:
     def _fail_overdue(self, transfer: TransferId, limit_s: float) -> None:
         cause = f"no progress for {limit_s:.1f} s"
         self._with(transfer, lambda present: present.machine.failed(cause, tell_source=True))
-
-
-class _LandingEvents:
-    """Hands the landing thread's events to the loop."""
-
-    def __init__(self, service: SinkService) -> None:
-        self._service = service
-        self._loop = asyncio.get_running_loop()
-
-    def chunk_scattered(self, header: Chunk) -> None:
-        self._loop.call_soon_threadsafe(self._service.chunk_scattered, header)
-
-    def chunk_dropped(self, header: Chunk) -> None:
-        self._loop.call_soon_threadsafe(self._service.chunk_dropped, header)
-
-    def chunk_refused(self, header: Chunk, reason: str) -> None:
-        self._loop.call_soon_threadsafe(self._service.chunk_refused, header, reason)
-
-    def test_verified(self, header: Chunk, is_right: bool) -> None:
-        self._loop.call_soon_threadsafe(self._service.test_verified, header, is_right)
-
-    def unbound(self, transfer: TransferId) -> None:
-        self._loop.call_soon_threadsafe(self._service.unbound, transfer)
-
-    def link_fenced(self, link_no: int) -> None:
-        self._loop.call_soon_threadsafe(self._service.link_fenced, link_no)
 
 
 class _Act(Protocol):

@@ -12,6 +12,7 @@ from typing import Protocol
 from pdserve.cluster.base.errors import ChannelClosedError, ProtocolError
 from pdserve.cluster.base.messages import Message
 from pdserve.cluster.base.metrics import TransferMetrics
+from pdserve.cluster.base.tasks import BackgroundTasks
 from pdserve.cluster.base.transfer_messages import (
     Chunk,
     CloseLink,
@@ -77,7 +78,7 @@ class SourcePeer:
         self._retry_s = RETRY_MIN_S
         self._failure_times: list[float] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks(f"the link to {info.worker_id}")
 
         async def resolve() -> Endpoint:
             return info.endpoint
@@ -88,7 +89,7 @@ class SourcePeer:
     async def stop(self) -> None:
         """Disconnect; the link is fenced."""
         await self._client.stop()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.wait()
 
     @property
     def link(self) -> IncomingLink | None:
@@ -154,7 +155,7 @@ class SourcePeer:
                     logger.warning("worker_id=%s refuses this worker: %s", self.info.worker_id, reason)
                 case LinkOffer(link_no=link_no):
                     if self._link is not None and self._link.link_no == link_no:
-                        self._keep(asyncio.create_task(self._attach(self._link, message)))
+                        self._tasks.start(self._attach(self._link, message))
                 case CloseLink(link_no=link_no, reason=reason):
                     if self._link is not None and self._link.link_no == link_no:
                         self._give_up(self._link, reason, tell_source=False)
@@ -272,7 +273,7 @@ class SourcePeer:
         self._metrics.fences.inc()
         self._fencing[link.link_no] = link
         link.break_off()
-        self._keep(asyncio.create_task(link.fence()))
+        self._tasks.start(link.fence())
         self._events.link_lost(self, reason)
 
     def _set_timer(self, delay_s: float, act: Callable[..., None], *arguments: object) -> None:
@@ -283,12 +284,3 @@ class SourcePeer:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    def _keep(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("background work of a link failed", exc_info=task.exception())

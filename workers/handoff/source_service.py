@@ -6,15 +6,16 @@ the shell between channels, engine thread and links.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pdserve.cluster.base.errors import ChannelClosedError, InvalidRequestError, ProtocolError
-from pdserve.cluster.base.ids import Incarnation, RequestId, WorkerId
+from pdserve.cluster.base.errors import InvalidRequestError, ProtocolError
+from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.messages import Message
 from pdserve.cluster.base.metrics import TransferMetrics
 from pdserve.cluster.base.request import Request, TokenDelta
+from pdserve.cluster.base.tasks import BackgroundTasks
 from pdserve.cluster.base.transfer_messages import (
     Accept,
     Chunk,
@@ -38,7 +39,6 @@ from pdserve.cluster.base.transfer_messages import (
 )
 from pdserve.cluster.base.wire import Channel
 from pdserve.cluster.base.worker_info import WorkerLoad
-from pdserve.kvtransfer.link import LinkEvent, LinkState
 from pdserve.kvtransfer.reaper import Reaper
 from pdserve.kvtransfer.slots import SlotPool
 from pdserve.kvtransfer.source import (
@@ -53,13 +53,10 @@ from pdserve.kvtransfer.transports.tcp import TcpListener
 from pdserve.workers.engine.engine import Engine
 from pdserve.workers.handoff.exports import Export, KVExporter
 from pdserve.workers.handoff.outgoing_link import OutgoingLink
-from pdserve.workers.handoff.settings import GIVE_BACK_S, PROGRESS_S, TICK_S, HandoffSettings
+from pdserve.workers.handoff.settings import PROGRESS_S, TICK_S, HandoffSettings
+from pdserve.workers.handoff.sink_connection import SinkConnection
 
 logger = logging.getLogger(__name__)
-
-OPENING_LIMIT_S = 15.0
-STALLED_LIMIT = 3.0
-"""A link that stalls for this many times `stall_s` is given up: the sink opens another one."""
 
 
 class EngineInbox(Protocol):
@@ -82,7 +79,7 @@ class _Outgoing:
     transfer: TransferId
     request_id: RequestId
     """What the engine knows it by: two sinks may use one request id."""
-    channel: Channel
+    sink: SinkConnection
     link: OutgoingLink | None
     export: Export
     machine: SourceTransfer = field(default_factory=SourceTransfer)
@@ -92,15 +89,6 @@ class _Outgoing:
     num_bytes: int = 0
     early_bytes: int = 0
     stall_s: float = 0.0
-
-
-@dataclass(slots=True, kw_only=True)
-class _Sink:
-    """A decode worker that said HELLO on a channel."""
-
-    worker_id: WorkerId
-    incarnation: Incarnation
-    links: dict[int, OutgoingLink] = field(default_factory=dict)
 
 
 class SourceService:
@@ -114,7 +102,7 @@ class SourceService:
         self._loop = asyncio.get_running_loop()
         self._listener = TcpListener(settings.channel.token)
         self._slots = SlotPool(settings.config.max_slots)
-        self._sinks: dict[Channel, _Sink] = {}
+        self._sinks: dict[Channel, SinkConnection] = {}
         self._transfers: dict[TransferId, _Outgoing] = {}
         self._by_request: dict[RequestId, _Outgoing] = {}
         self._reaper: Reaper[TransferId] = Reaper(settings.clock)
@@ -122,7 +110,7 @@ class SourceService:
             settings.copier, engine.pool, slot_bytes=settings.config.slot_bytes, on_start=self._on_start
         )
         engine.exports = self._exporter
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks("the source")
         self._watcher: asyncio.Task[None] | None = None
         self._num_ticks = 0
         self._failure: str | None = None
@@ -130,8 +118,7 @@ class SourceService:
     async def start(self) -> None:
         """Listen for data connections and begin to watch deadlines."""
         await self._listener.start(self._settings.host)
-        self._watcher = asyncio.create_task(self._watch(), name="source deadlines")
-        self._keep(self._watcher)
+        self._watcher = self._tasks.start(self._watch(), name="source deadlines")
 
     async def stop(self) -> None:
         """Close every link. Transfers that run end without a word: their channels close."""
@@ -139,7 +126,7 @@ class SourceService:
             self.channel_closed(channel)
         if self._watcher is not None:
             self._watcher.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.wait()
         await self._listener.stop()
 
     @property
@@ -148,14 +135,9 @@ class SourceService:
         return len(self._transfers)
 
     @property
-    def num_slots_lent(self) -> int:
-        """Slots that links hold."""
-        return self._slots.num_lent
-
-    @property
     def is_idle(self) -> bool:
         """True if no transfer, export or outstanding chunk is left (I16)."""
-        outstanding = sum(link.sender.num_outstanding for sink in self._sinks.values() for link in sink.links.values())
+        outstanding = sum(sink.num_outstanding for sink in self._sinks.values())
         return not self._transfers and not len(self._exporter) and outstanding == 0 and not len(self._reaper)
 
     # Channels.
@@ -170,24 +152,21 @@ class SourceService:
             return False
         try:
             match message:
-                case OpenLink(link_no=link_no, transport=transport):
-                    self._open_link(channel, sink, link_no, transport)
+                case OpenLink():
+                    sink.open_link(message)
                 case LinkAttached(link_no=link_no):
-                    link = self._link(sink, link_no)
-                    link.expect_test()
-                    self._keep(asyncio.create_task(self._test_link(sink, link)))
+                    sink.attached(link_no)
                 case CloseLink(link_no=link_no, reason=reason):
-                    if link_no in sink.links:
-                        self._close_link(sink, sink.links[link_no], reason, tell_sink=False)
+                    sink.close_link(link_no, reason, tell_sink=False)
                 case Prefill():
-                    self._prefill(channel, sink, message)
+                    self._prefill(sink, message)
                 case Credit():
-                    self._credit(sink, message)
+                    self._credited(sink, message)
                 case Nack():
-                    self._nack(sink, message)
-                case Commit(transfer=transfer) if self._is_from(channel, transfer):
+                    sink.refused(message)
+                case Commit(transfer=transfer) if self._is_from(sink, transfer):
                     self._with(transfer, lambda outgoing: outgoing.machine.committed())
-                case TransferAbort(transfer=transfer) if self._is_from(channel, transfer):
+                case TransferAbort(transfer=transfer) if self._is_from(sink, transfer):
                     self._with(transfer, lambda outgoing: outgoing.machine.aborted())
                 case Commit() | TransferAbort():
                     self._metrics.stale.inc()
@@ -198,18 +177,17 @@ class SourceService:
             channel.close(f"protocol error: {error}")
         return True
 
-    def _is_from(self, channel: Channel, transfer: TransferId) -> bool:
+    def _is_from(self, sink: SinkConnection, transfer: TransferId) -> bool:
         outgoing = self._transfers.get(transfer)
-        return outgoing is not None and outgoing.channel is channel
+        return outgoing is not None and outgoing.sink is sink
 
     def channel_closed(self, channel: Channel) -> None:
         """The sink is gone: its links are fenced, its transfers end (I11)."""
         sink = self._sinks.pop(channel, None)
         if sink is None:
             return
-        for link in list(sink.links.values()):
-            self._close_link(sink, link, "the sink is gone", tell_sink=False)
-        for outgoing in [item for item in self._transfers.values() if item.channel is channel]:
+        sink.close()
+        for outgoing in [item for item in self._transfers.values() if item.sink is sink]:
             self._execute(outgoing, outgoing.machine.aborted())
 
     def _hello(self, channel: Channel, message: Hello) -> None:
@@ -219,70 +197,41 @@ class SourceService:
         difference = self._settings.layout.difference(message.kv)
         if difference is not None:
             logger.warning("worker_id=%s refused: %s", message.worker_id, difference)
-            self._post(channel, Refuse(reason=difference))
+            channel.post(Refuse(reason=difference))
             return
-        self._sinks[channel] = _Sink(worker_id=message.worker_id, incarnation=message.incarnation)
         settings = self._settings
-        self._post(
-            channel,
+        sink = SinkConnection(channel, message, settings, self._slots, self._listener, self, self._tasks, self._metrics)
+        self._sinks[channel] = sink
+        sink.post(
             HelloOk(
                 worker_id=settings.worker_id,
                 incarnation=settings.incarnation,
                 kv=settings.layout,
                 numerics_digest=settings.numerics_digest,
-            ),
+            )
         )
 
-    # Links.
-
-    def _open_link(self, channel: Channel, sink: _Sink, link_no: int, transport: str) -> None:
-        if link_no in sink.links:
-            raise ProtocolError(f"link {link_no} is open already")
-        events = _LinkEvents(self, channel, link_no)
-        try:
-            link = OutgoingLink(link_no, transport, channel, self._settings, self._slots, self._listener, events)
-        except (ProtocolError, OSError) as error:
-            self._post(channel, CloseLink(link_no=link_no, reason=str(error)))
+    def chunk_sent(self, header: Chunk, stall_s: float) -> None:
+        """See LinkOwner."""
+        assert header.transfer is not None, "test patterns are none of a transfer's"
+        self._metrics.sent_bytes.inc(header.num_bytes)
+        outgoing = self._transfers.get(header.transfer)
+        if outgoing is None:
             return
-        sink.links[link_no] = link
-        self._post(channel, link.offer(self._settings))
+        if not header.num_resends:
+            outgoing.num_bytes += header.num_bytes
+            outgoing.stall_s += stall_s
+        self._execute(outgoing, outgoing.machine.chunk_sent(is_resend=header.num_resends > 0))
 
-    def _link(self, sink: _Sink, link_no: int) -> OutgoingLink:
-        link = sink.links.get(link_no)
-        if link is None:
-            raise ProtocolError(f"link {link_no} is not open")
-        return link
+    def fail_transfers(self, transfers: Iterable[TransferId], reason: str) -> None:
+        """See LinkOwner."""
+        for transfer in transfers:
+            self._with(transfer, lambda outgoing: outgoing.machine.failed(reason))
 
-    async def _test_link(self, sink: _Sink, link: OutgoingLink) -> None:
-        try:
-            await link.begin_test()
-        except OSError as error:
-            if link.link_no in sink.links:
-                self._close_link(sink, link, str(error), tell_sink=True)
-
-    def _close_link(self, sink: _Sink, link: OutgoingLink, reason: str, *, tell_sink: bool) -> None:
-        del sink.links[link.link_no]
-        logger.info("worker_id=%s link_no=%d closed: %s", sink.worker_id, link.link_no, reason)
-        link.break_off()
-        self._metrics.fences.inc()
-        if tell_sink:
-            self._post(link.channel, CloseLink(link_no=link.link_no, reason=reason))
-        for transfer in list(link.transfers):
-            self._with(transfer, lambda outgoing: outgoing.machine.failed(f"link closed: {reason}"))
-        self._keep(asyncio.create_task(link.fence()))
-
-    def _credit(self, sink: _Sink, message: Credit) -> None:
-        link = sink.links.get(message.link_no)
-        if link is None or link.sender.is_closing:
-            self._metrics.stale.inc()  # it was on its way when the link closed
+    def _credited(self, sink: SinkConnection, message: Credit) -> None:
+        header = sink.credited(message)
+        if header is None or header.transfer is None:
             return
-        header = link.sender.credited(message.seq, message.slot)
-        link.used_time = self._settings.clock.now()
-        if header.transfer is None:
-            link.life.apply(LinkEvent.TESTED)
-            return
-        if link.life.state is not LinkState.TESTING:
-            link.life.apply(LinkEvent.CREDITED)
         outgoing = self._transfers.get(header.transfer)
         if outgoing is None:
             self._metrics.stale.inc()
@@ -291,22 +240,15 @@ class SourceService:
             outgoing.early_bytes += header.num_bytes
         self._execute(outgoing, outgoing.machine.chunk_credited())
 
-    def _nack(self, sink: _Sink, message: Nack) -> None:
-        link = sink.links.get(message.link_no)
-        if link is not None and not link.sender.is_closing:
-            self._metrics.nacks.inc()
-            logger.warning("worker_id=%s refused chunk %d: %s", sink.worker_id, message.seq, message.reason)
-            link.sender.refused(message.seq, message.slot)
-
     # Transfers.
 
-    def _prefill(self, channel: Channel, sink: _Sink, message: Prefill) -> None:
+    def _prefill(self, sink: SinkConnection, message: Prefill) -> None:
         transfer, request = message.transfer, message.request
         refusal = self._refusal(sink, message)
         if refusal is not None:
-            self._post(channel, Reject(transfer=transfer, reason=refusal))
+            sink.post(Reject(transfer=transfer, reason=refusal))
             return
-        link = sink.links[message.link_no] if message.needs_kv else None
+        link = sink.usable_link(message.link_no) if message.needs_kv else None
         request_id = RequestId(f"{transfer.request_id}/{transfer.attempt}/{transfer.transfer_no}@{transfer.sink}")
         export = Export(
             transfer=transfer,
@@ -317,7 +259,7 @@ class SourceService:
         outgoing = _Outgoing(
             transfer=transfer,
             request_id=request_id,
-            channel=channel,
+            sink=sink,
             link=link,
             export=export,
             arrival_time=self._settings.clock.now(),
@@ -340,9 +282,9 @@ class SourceService:
             is_prefill_only=True,
         )
         if position:
-            self._post(channel, Accept(transfer=transfer, position=position))
+            sink.post(Accept(transfer=transfer, position=position))
 
-    def _refusal(self, sink: _Sink, message: Prefill) -> str | None:
+    def _refusal(self, sink: SinkConnection, message: Prefill) -> str | None:
         transfer = message.transfer
         if self._failure is not None:
             return f"the engine failed: {self._failure}"
@@ -351,10 +293,8 @@ class SourceService:
             return "the transfer names another life of this pair"
         if transfer in self._transfers:
             return "this transfer is already here"
-        if message.needs_kv:
-            link = sink.links.get(message.link_no)
-            if link is None or not link.life.is_usable:
-                return f"link {message.link_no} is not open"
+        if message.needs_kv and sink.usable_link(message.link_no) is None:
+            return f"link {message.link_no} is not open"
         if message.num_tokens_held < 0 or message.deadline_s <= 0:
             return "num_tokens_held and deadline_s must not be negative"
         try:
@@ -388,7 +328,7 @@ class SourceService:
         outgoing = self._by_request.get(request.request_id)
         if outgoing is None:
             return False
-        self._post(outgoing.channel, Reject(transfer=outgoing.transfer, reason=str(error)))
+        outgoing.sink.post(Reject(transfer=outgoing.transfer, reason=str(error)))
         self._execute(outgoing, outgoing.machine.aborted())
         return True
 
@@ -409,16 +349,13 @@ class SourceService:
         for instruction in instructions:
             match instruction:
                 case SendFirstToken(token_id=token_id, finish_reason=reason):
-                    self._post(
-                        outgoing.channel,
-                        FirstToken(transfer=outgoing.transfer, token_id=token_id, finish_reason=reason),
-                    )
+                    outgoing.sink.post(FirstToken(transfer=outgoing.transfer, token_id=token_id, finish_reason=reason))
                     if reason is not None:
                         outgoing.export.is_void = True  # the sink has its ending: stop sending
                 case SendFinal(num_chunks=num_chunks):
-                    self._post(outgoing.channel, self._final(outgoing, num_chunks))
+                    outgoing.sink.post(self._final(outgoing, num_chunks))
                 case SendAbort(reason=reason):
-                    self._post(outgoing.channel, TransferAbort(transfer=outgoing.transfer, reason=reason))
+                    outgoing.sink.post(TransferAbort(transfer=outgoing.transfer, reason=reason))
                 case _:
                     self._forget(outgoing)
 
@@ -455,29 +392,8 @@ class SourceService:
         outgoing = self._transfers.get(transfer)
         if outgoing is not None:
             outgoing.start_time = self._settings.clock.now()
-            self._post(outgoing.channel, Accept(transfer=transfer, position=0))
+            outgoing.sink.post(Accept(transfer=transfer, position=0))
             self._execute(outgoing, outgoing.machine.started())
-
-    def chunk_sent(self, channel: Channel, header: Chunk, stall_s: float) -> None:
-        """A chunk left; on the loop."""
-        sink = self._sinks.get(channel)
-        if sink is not None and header.link_no in sink.links:
-            sink.links[header.link_no].sent(header)
-        if header.transfer is None:
-            return
-        outgoing = self._transfers.get(header.transfer)
-        self._metrics.sent_bytes.inc(header.num_bytes)
-        if outgoing is not None:
-            if not header.num_resends:
-                outgoing.num_bytes += header.num_bytes
-                outgoing.stall_s += stall_s
-            self._execute(outgoing, outgoing.machine.chunk_sent(is_resend=header.num_resends > 0))
-
-    def link_broken(self, channel: Channel, link_no: int, reason: str) -> None:
-        """A sender gave its link up; on the loop."""
-        sink = self._sinks.get(channel)
-        if sink is not None and link_no in sink.links:
-            self._close_link(sink, sink.links[link_no], reason, tell_sink=True)
 
     # Deadlines and progress.
 
@@ -487,8 +403,8 @@ class SourceService:
             for transfer, limit_s in self._reaper.overdue():
                 self._guarded(self._fail_overdue, transfer, limit_s)
             for sink in list(self._sinks.values()):
-                for link in list(sink.links.values()):
-                    self._guarded(self._check_link, sink, link)
+                for link in sink.links():
+                    self._guarded(sink.check, link)
             self._num_ticks += 1
             if self._num_ticks % round(PROGRESS_S / TICK_S) == 0:
                 self._guarded(self._post_progress)
@@ -503,36 +419,11 @@ class SourceService:
     def _fail_overdue(self, transfer: TransferId, limit_s: float) -> None:
         self._with(transfer, lambda outgoing: outgoing.machine.failed(f"not done in {limit_s:g} s"))
 
-    def _check_link(self, sink: _Sink, link: OutgoingLink) -> None:
-        config = self._settings.config
-        now = self._settings.clock.now()
-        if link.life.state is LinkState.OPENING:
-            if now - link.used_time > OPENING_LIMIT_S:
-                self._close_link(sink, link, "the sink did not attach", tell_sink=True)
-            return
-        stalled_s = link.sender.stalled_for()
-        if stalled_s > config.stall_s:
-            if link.life.state is LinkState.TESTING or stalled_s > STALLED_LIMIT * config.stall_s:
-                self._close_link(sink, link, f"no credit for {stalled_s:.1f} s", tell_sink=True)
-                return
-            if link.life.state is not LinkState.STALLED:
-                logger.warning("worker_id=%s link_no=%d stalled", sink.worker_id, link.link_no)
-            link.life.apply(LinkEvent.STALLED)
-            for transfer in list(link.transfers):
-                self._with(transfer, lambda outgoing: outgoing.machine.failed("the link stalled"))
-            return
-        idle_s = now - link.used_time
-        if idle_s > GIVE_BACK_S:
-            link.sender.give_back_idle()
-        if idle_s > config.test_interval_s and not link.sender.num_outstanding:
-            link.used_time = now
-            link.sender.send_test()
-
     def _post_progress(self) -> None:
         load = self._inbox.load()
         queued = [item for item in self._transfers.values() if item.machine.state is SourceState.QUEUED]
         positions = {item.transfer: place + 1 for place, item in enumerate(queued)}
-        for channel in self._sinks:
+        for sink in self._sinks.values():
             mine = tuple(
                 TransferProgress(
                     transfer=item.transfer,
@@ -541,7 +432,7 @@ class SourceService:
                     num_sent_chunks=item.machine.num_sent,
                 )
                 for item in self._transfers.values()
-                if item.channel is channel
+                if item.sink is sink
             )
             if mine:
                 progress = Progress(
@@ -549,45 +440,13 @@ class SourceService:
                     num_engine_tokens=load.num_prefilled_tokens + load.num_generated_tokens,
                     predicted_step_s=load.predicted_step_s,
                 )
-                self._post(channel, progress)
-
-    def _keep(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("background work of the source failed", exc_info=task.exception())
-
-    def _post(self, channel: Channel, message: Message) -> None:
-        try:
-            channel.post(message)
-        except ChannelClosedError as error:
-            # channel_closed follows and ends what this channel carried.
-            logger.debug("a message could not be posted: %s", error)
+                sink.post(progress)
 
     def refresh_gauges(self) -> None:
         """Set the gauges of the source side."""
         self._metrics.slots_lent.set(self._slots.num_lent)
         self._metrics.slots_free.set(self._slots.capacity - self._slots.num_lent)
         self._metrics.sending.set(len(self._transfers))
-
-
-class _LinkEvents:
-    """Hands a sender thread's events to the loop."""
-
-    def __init__(self, service: SourceService, channel: Channel, link_no: int) -> None:
-        self._service = service
-        self._channel = channel
-        self._link_no = link_no
-        self._loop = asyncio.get_running_loop()
-
-    def chunk_sent(self, header: Chunk, stall_s: float) -> None:
-        self._loop.call_soon_threadsafe(self._service.chunk_sent, self._channel, header, stall_s)
-
-    def link_broken(self, reason: str) -> None:
-        self._loop.call_soon_threadsafe(self._service.link_broken, self._channel, self._link_no, reason)
 
 
 class _Act(Protocol):
