@@ -7,7 +7,7 @@ controller says that the worker is gone, it ends with WorkerLostError. Replays a
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from pdserve.cluster.base.errors import (
     ChannelClosedError,
@@ -30,6 +30,10 @@ logger = logging.getLogger(__name__)
 
 RECLAIM_S = 1.0
 Key = tuple[RequestId, int]
+
+
+class UnreachableError(NoWorkerError):
+    """A routed worker lives, but its channel is down for the moment."""
 
 
 class RequestStream:
@@ -114,8 +118,9 @@ def _cut(delta: TokenDelta, known: int) -> TokenDelta:
 class WorkerLink:
     """The ingress's channel to one life of a worker, and the streams it carries."""
 
-    def __init__(self, info: WorkerInfo, settings: ChannelSettings) -> None:
+    def __init__(self, info: WorkerInfo, settings: ChannelSettings, on_open: Callable[[], None]) -> None:
         self.info = info
+        self._on_open = on_open
         self._channel: Channel | None = None
         self._streams: dict[Key, RequestStream] = {}
         self._loop = asyncio.get_running_loop()
@@ -166,6 +171,7 @@ class WorkerLink:
     def channel_opened(self, channel: Channel) -> None:
         """See ChannelHandler: after a reconnect, reclaim."""
         self._channel = channel
+        self._on_open()
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
@@ -239,7 +245,7 @@ class Dispatcher:
     ) -> None:
         self._settings = settings
         self._token_timeout_s = token_timeout_s
-        self._view_has_changed = asyncio.Event()
+        self._changed = asyncio.Event()
         self._links: dict[tuple[WorkerId, str], WorkerLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self.controller = ControllerClient(
@@ -270,13 +276,13 @@ class Dispatcher:
         ready = {worker.info.worker_id for worker in self.controller.view if worker.state is WorkerState.READY}
         return any(link.is_open and worker_id in ready for (worker_id, _), link in self._links.items())
 
-    async def wait_view(self, timeout_s: float) -> None:
-        """Wait for the next view, or for the time."""
-        self._view_has_changed.clear()
+    async def wait_change(self, timeout_s: float) -> None:
+        """Wait for a new view or a channel that opens, or for the time."""
+        self._changed.clear()
         try:
-            await asyncio.wait_for(self._view_has_changed.wait(), timeout_s)
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
         except TimeoutError:
-            logger.debug("no new view within %g s", timeout_s)
+            logger.debug("nothing has changed within %g s", timeout_s)
 
     async def place(self, request: Request, lost: tuple[WorkerId, ...] = ()) -> "PlacedStream":
         """Place one attempt and wait for its first event; workers in `lost` only if there is no other.
@@ -284,48 +290,80 @@ class Dispatcher:
         Raises NoWorkerError if nobody can take it, OverloadedError if all candidates are busy, WorkerLostError if the
         worker dies first. The caller releases what is returned.
         """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + RECLAIM_S
+        while True:
+            try:
+                return await self._place_now(request, lost)
+            except UnreachableError:
+                # A channel that broke may be back in a moment, as running streams hope too.
+                left_s = deadline - loop.time()
+                if left_s <= 0:
+                    raise
+                await self.wait_change(left_s)
+
+    async def _place_now(self, request: Request, lost: tuple[WorkerId, ...]) -> "PlacedStream":
+        """See `place`. Raises UnreachableError if a routed worker that might take it is not connected."""
         route = await self.controller.route(request, lost)
         if not route.worker_ids and lost:
             # Lost is not dead: it may be back by now.
             route = await self.controller.route(request, ())
         if not route.worker_ids:
             raise NoWorkerError(route.reason)
-        refusal: PdserveError = NoWorkerError("no routed worker is connected")
-        is_any_overloaded = False
+        links = [self._link(worker_id) for worker_id in route.worker_ids]
         # A decode worker without room is passed by; only if all are, the request waits at the best of them.
-        for may_wait in (False, True):
-            for worker_id in route.worker_ids:
-                link = self._link(worker_id)
-                if link is None or (may_wait and link.info.role is not Role.DECODE):
-                    continue
-                stream = RequestStream(request, route, self._token_timeout_s)
-                placed = PlacedStream(link, stream)
-                try:
-                    link.send(stream, may_wait=may_wait)
-                    await stream.wait_first()
-                except (OverloadedError, NoWorkerError, ChannelClosedError) as error:
-                    # Overloaded says most: that one would take the request later.
-                    if isinstance(error, OverloadedError) or not is_any_overloaded:
-                        refusal = NoWorkerError(str(error)) if isinstance(error, ChannelClosedError) else error
-                    is_any_overloaded |= isinstance(error, OverloadedError)
-                    placed.release()
-                    continue
-                except BaseException as error:
-                    placed.release()
-                    if isinstance(error, WorkerLostError):
-                        error.worker_id = worker_id
-                    raise
-                logger.info("request_id=%s worker_id=%s %s", request.request_id, worker_id, route.reason)
+        refusals = await self._offer(request, route, links, may_wait=False)
+        if isinstance(refusals, PlacedStream):
+            return refusals
+        if any(isinstance(error, OverloadedError) for error in refusals):
+            patient = [link for link in links if link is not None and link.info.role is Role.DECODE]
+            waited = await self._offer(request, route, patient, may_wait=True)
+            if isinstance(waited, PlacedStream):
+                return waited
+            refusals = waited or refusals
+        # Overloaded says most, unless somebody could not be asked.
+        refusals.sort(key=lambda error: (isinstance(error, UnreachableError), isinstance(error, OverloadedError)))
+        raise refusals[-1]
+
+    async def _offer(
+        self, request: Request, route: Route, links: Sequence[WorkerLink | None], *, may_wait: bool
+    ) -> "PlacedStream | list[PdserveError]":
+        """Offer the attempt to one worker after the other; return who took it, or why each did not.
+
+        Raises WorkerLostError if a worker dies before it answers.
+        """
+        refusals: list[PdserveError] = []
+        for link in links:
+            if link is None or not link.is_open:
+                refusals.append(UnreachableError("a routed worker is not connected"))
+                continue
+            placed = PlacedStream(link, RequestStream(request, route, self._token_timeout_s))
+            try:
+                link.send(placed.stream, may_wait=may_wait)
+                await placed.stream.wait_first()
+            except (OverloadedError, NoWorkerError) as error:
+                refusals.append(error)
+                placed.release()
+            except ChannelClosedError as error:
+                refusals.append(UnreachableError(str(error)))
+                placed.release()
+            except BaseException as error:
+                placed.release()
+                if isinstance(error, WorkerLostError):
+                    error.worker_id = placed.worker_id
+                raise
+            else:
+                logger.info("request_id=%s worker_id=%s %s", request.request_id, placed.worker_id, route.reason)
                 return placed
-            if not is_any_overloaded:
-                break
-        raise refusal
+        return refusals
 
     def _link(self, worker_id: WorkerId) -> WorkerLink | None:
-        return next((link for (name, _), link in self._links.items() if name == worker_id and link.is_open), None)
+        """Return the link to a worker, an open one if there is; None if this ingress does not know it yet."""
+        found = [link for (name, _), link in self._links.items() if name == worker_id]
+        return next((link for link in found if link.is_open), found[0] if found else None)
 
     def _view_changed(self, workers: tuple[WorkerView, ...]) -> None:
-        self._view_has_changed.set()
+        self._changed.set()
         owners = [worker.info for worker in workers if worker.info.role.owns_requests]
         present = {(info.worker_id, info.incarnation): info for info in owners}
         # A worker that left the view may still be finishing streams: its link ends with its channel or its last stream.
@@ -336,4 +374,4 @@ class Dispatcher:
             task.add_done_callback(self._closing.discard)
         for key, info in present.items():
             if key not in self._links:
-                self._links[key] = WorkerLink(info, self._settings)
+                self._links[key] = WorkerLink(info, self._settings, self._changed.set)

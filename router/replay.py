@@ -155,7 +155,7 @@ class RequestRun:
                 left_s = deadline - self._shared.clock.now()
                 if left_s <= 0:
                     raise
-                await self._shared.dispatcher.wait_view(min(RETRY_S, left_s))
+                await self._shared.dispatcher.wait_change(min(RETRY_S, left_s))
 
     def _release(self) -> None:
         if self._placed is not None:

@@ -96,3 +96,11 @@ def test_fp16_equals_fp32_when_the_weights_are_exact(tiny_checkpoints: dict[str,
     outputs = run(make_engine(folder, linear=LinearKind.FP16).engine, requests)
     for i, prompt in enumerate(prompts):
         assert_greedy(model, prompt, outputs[str(i)])
+
+
+def test_the_step_prediction_is_measured_without_compiling(tiny_checkpoints: dict[str, Path]) -> None:
+    # It bounds how long a hang goes unnoticed.
+    assembled = make_engine(tiny_checkpoints["llama"])
+    predicted_s = assembled.engine.times.full_s
+    again_s = min(assembled.runner.warm_up() for _ in range(3)) * 512
+    assert 0 < predicted_s < 20 * again_s

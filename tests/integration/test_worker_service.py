@@ -233,3 +233,26 @@ async def test_an_impossible_request_is_refused_with_an_error_not_a_hang(
         assert deltas[0].finish_reason is FinishReason.ERROR
         assert "this worker holds 1024" in (deltas[0].error or "")
         assert_clean(worker)
+
+
+async def test_a_request_that_comes_while_the_channel_is_down_waits_for_it_a_moment(
+    controller: StubController, replayer: Replayer
+) -> None:
+    async with running_worker(controller) as worker:
+        await eventually(lambda: replayer.dispatcher.has_worker, "connected")
+        for number in range(10):
+            for channel in list(worker._channels.values()):
+                channel.close("test: the connection breaks")
+            request = make_request(str(number), [10, 11], max_tokens=5)
+            assert (await generate(replayer, request))[0] == MODEL.generate(request)
+        await eventually(lambda: worker.num_live == 0, "idle")
+
+
+async def test_a_worker_that_stays_away_is_an_error_after_that_moment(
+    controller: StubController, replayer: Replayer
+) -> None:
+    async with running_worker(controller) as worker:
+        await eventually(lambda: replayer.dispatcher.has_worker, "connected")
+        await worker._server.stop()
+        with pytest.raises(NoWorkerError, match=r"is not connected|lost its connection"):
+            await generate(replayer, make_request("r", [10, 11], max_tokens=5))
