@@ -1,6 +1,7 @@
 """The composition root: wires controller, workers and ingress of one deployment and brings them up."""
 
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from pdserve.cluster.control.controller import Controller
 from pdserve.deploy.locator import CONTROLLER_NAME, ControllerLocator, namespace_of
 from pdserve.deploy.ray_head import can_use_haproxy, check_port, free_port, launch_head, wait_head
 from pdserve.deploy.records import DeploymentRecord, RecordStore, refuse_running
-from pdserve.deploy.running import Say, connect, deployment_status, interrupts_deferred, take_down, uninterrupted
+from pdserve.deploy.running import Say, connect, deployment_status, interrupts_deferred, take_down
 from pdserve.router.ingress import Ingress, IngressSettings
 from pdserve.workers.actors import WorkerActor
 from pdserve.workers.assembly import MemoryPlan, available_memory_bytes, check_memory, plan_memory
@@ -78,8 +79,9 @@ def check_cpus(config: DeploymentConfig, machine_cpus: int) -> None:
     wanted = config.workers.total * config.workers.num_cpus
     if wanted > offered:
         raise ConfigError(
-            f"{_count_workers(config)} times workers.num_cpus {config.workers.num_cpus:g} "
-            f"needs {wanted:g} CPUs, Ray offers {offered} (ray.num_cpus); lower one of them, or start one mixed worker"
+            f"{_count_workers(config)} times workers.num_cpus {config.workers.num_cpus:g} needs {wanted:g} CPUs, "
+            f"Ray offers {offered} (ray.num_cpus). Start fewer workers (--mixed 1 is one that does both), lower "
+            f"workers.num_cpus, or raise ray.num_cpus (--set ray.num_cpus={math.ceil(wanted)})"
         )
 
 
@@ -122,7 +124,7 @@ class Launch:
         self._records = RecordStore(state_dir())
 
     def up(self) -> DeploymentRecord:
-        """Start everything and return when a request can be served. Raises PdserveError; then nothing is left."""
+        """Start everything and return when a request can be served. Raises PdserveError; then the caller cleans up."""
         config, model, say = self._config, self._model, self._say
         say("starting Ray")
         use_haproxy = config.ingress.haproxy and can_use_haproxy()
@@ -144,16 +146,11 @@ class Launch:
                 ray_token=self._ray_token,
             )
             self._records.save(record)
-        try:
-            record = replace(record, ray_address=wait_head(head, config.ray.start_timeout_s))
-            self._records.save(record)
-            connect(record)
-            self._start_actors(token)
-            self._wait_ready(record)
-        except BaseException:
-            with uninterrupted():
-                take_down(config.name, say)
-            raise
+        record = replace(record, ray_address=wait_head(head, config.ray.start_timeout_s))
+        self._records.save(record)
+        connect(record)
+        self._start_actors(token)
+        self._wait_ready(record)
         return record
 
     def _start_actors(self, token: bytes) -> None:

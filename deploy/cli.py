@@ -21,6 +21,7 @@ from pdserve.cluster.base.config import (
     DeploymentConfig,
     authenticate_to_ray,
     cache_dir,
+    field_default,
     field_help,
     load_config,
     state_dir,
@@ -69,7 +70,8 @@ Name = Annotated[str | None, typer.Option("--name", help="Name of the deployment
 
 def _option(flag: str, key: str) -> typer.models.OptionInfo:
     """Return an option that sets one configuration key; its help is the key's own."""
-    info: typer.models.OptionInfo = typer.Option(flag, help=f"{field_help(key)} ({key})", show_default=False)
+    text = f"{field_help(key)} ({key}; default {field_default(key)})"
+    info: typer.models.OptionInfo = typer.Option(flag, help=text, show_default=False)
     return info
 
 
@@ -216,7 +218,9 @@ def down(name: Annotated[str, typer.Option("--name", help="Name of the deploymen
     _authenticate(name)
     from pdserve.deploy.running import take_down
 
-    if not take_down(name, say):
+    if take_down(name, say):
+        say("stopped")
+    else:
         console.print(f"no deployment {name!r} is recorded here")
 
 
@@ -234,7 +238,7 @@ def model_prepare(
 
 @config_commands.command("show")
 def config_show(config: ConfigFile = None, settings: Settings = None) -> None:
-    """Print the whole effective configuration as YAML."""
+    """Print the whole configuration that `up` would use, as YAML: a start for a file of your own."""
     typer.echo(to_yaml(_load(config, settings)), nl=False)
 
 
@@ -269,23 +273,32 @@ class _Running:
         with ProgressLines(console) as progress, RecordStore(state_dir()).locked(self._config.name):
             config, model = prepare(self._config, progress.show, progress.say)
             self._guardian = Guardian(config.name)
-            # If it raises, it has cleaned up; if that failed too, or we are killed, the guardian's pipe closes with us
-            # and it does: so it is released only where nothing is left.
             try:
                 return Launch(config, model, ray_token, progress.say).up()
             except BaseException:
-                if RecordStore(state_dir()).load(config.name) is None:
-                    self._guardian.release()
+                self._stop()
                 raise
 
     def __exit__(self, *error: object) -> None:
+        assert self._guardian is not None
+        if self._stays:
+            self._guardian.release()
+        else:
+            self._stop()
+
+    def _stop(self) -> None:
+        """Take the deployment down; a second Ctrl-C does not leave half of it."""
+        import ray
+
         from pdserve.deploy.running import take_down, uninterrupted
 
         assert self._guardian is not None
-        if not self._stays:
-            with uninterrupted():
+        with uninterrupted():
+            say("stopping everything")
+            ray.shutdown()
+            if not self._guardian.take_down():
                 take_down(self._config.name, say)
-        self._guardian.release()
+            say("stopped")
 
 
 def _authenticate(name: str) -> None:
@@ -305,14 +318,14 @@ def _wait_for_end(record: DeploymentRecord) -> None:
         while record.head.is_alive:
             time.sleep(HEAD_CHECK_S)
     except KeyboardInterrupt:
-        say("stopping")
         return
     raise RetryableError("the deployment's Ray head has ended")
 
 
 def _show_urls(record: DeploymentRecord) -> None:
     console.print(f"{record.served_name} is served at {record.url}/v1 (deployment {record.name!r})")
-    console.print(f"health {record.url}/health  ready {record.url}/ready  metrics {record.url}/metrics")
+    for path in ("health", "ready", "metrics"):
+        say(f"{path:<8} {record.url}/{path}")
     console.print(curl_line(record), soft_wrap=True)
 
 

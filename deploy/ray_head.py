@@ -119,6 +119,7 @@ def head_environment(config: DeploymentConfig, *, ray_token: str, use_haproxy: b
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(temp_dir / "haproxy" / "admin.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(temp_dir / "haproxy"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(temp_dir / "haproxy" / "server-state"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(temp_dir / "haproxy" / "metrics.sock"),
         "SERVE_SOCKET_REUSE_PORT_ENABLED": "0",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",

@@ -103,5 +103,6 @@ def refuse_running(name: str) -> None:
     record = RecordStore(state_dir()).load(name)
     if record is not None and record.head.is_alive:
         raise ConfigError(
-            f"deployment {name!r} is already running at {record.url}; `pdserve down --name {name}` stops it"
+            f"deployment {name!r} is already running at {record.url}; `pdserve down --name {name}` stops it, "
+            "--name and --port start another one beside it"
         )

@@ -59,7 +59,7 @@ def status_table(record: DeploymentRecord, status: ClusterStatus) -> RenderableT
         "numerics",
         "running",
         "waiting",
-        "transfers",
+        "transfers now",
         "free blocks",
         "memory",
         "steps",
@@ -70,7 +70,7 @@ def status_table(record: DeploymentRecord, status: ClusterStatus) -> RenderableT
     for worker_id in status.starting:
         table.add_row(worker_id, "", "starting")
     links = Table(title="links: decode worker ← prefill worker", title_justify="left")
-    for name in ("worker", "from", "transport", "state", "transfers", "received", "note"):
+    for name in ("worker", "from", "transport", "state", "transfers now", "received", "note"):
         links.add_column(name)
     for view in status.workers:
         for link in view.load.links:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 KV_DTYPE = "float32"
 KV_ITEMSIZE = 4
-PROCESS_BYTES = 600 << 20
+PROCESS_BYTES = 1000 << 20
 """Interpreter, libraries and working memory of a worker process."""
 
 

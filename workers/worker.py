@@ -364,7 +364,8 @@ class Worker:
             timeline = self._timelines.get(delta.request_id, delta.attempt)
             if timeline is not None and not timeline.is_decoding:
                 timeline.is_decoding = True
-                timeline.mark(f"token {delta.index}, the first of this engine")
+                number = delta.index + 1
+                timeline.mark("first token" if number == 1 else f"token {number}: decodes here")
 
     def _note_endings(self, deltas: Sequence[TokenDelta]) -> None:
         endings = [delta for delta in deltas if delta.finish_reason is not None]

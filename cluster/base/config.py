@@ -143,9 +143,9 @@ class WorkersConfig(_Section):
     @model_validator(mode="after")
     def _someone_owns_requests(self) -> "WorkersConfig":
         if self.prefill and not self.decode:
-            raise ValueError("workers.prefill: prefill workers need a decode worker (workers.decode)")
+            raise ValueError("workers.prefill: prefill workers need a decode worker (workers.decode, --decode)")
         if not self.decode and not self.mixed:
-            raise ValueError("workers: at least one decode or mixed worker must own requests")
+            raise ValueError("workers: at least one decode or mixed worker must own requests (--decode, --mixed)")
         return self
 
     def count(self, role: Role) -> int:
@@ -316,7 +316,8 @@ def _explain(error: ValidationError) -> str:
             lines.append(f"{path}: unknown key; {hint}")
         else:
             message = item["msg"].removeprefix("Value error, ")
-            lines.append(f"{path}: {message}" if path else message)
+            names_itself = not path or message.startswith(path)
+            lines.append(message if names_itself else f"{path}: {message}")
     return "\n".join(lines)
 
 
@@ -351,6 +352,14 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     foreign = ("RAY_ADDRESS", "RAY_NAMESPACE", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_RUNTIME_ENV_HOOK")
     kept = {key: value for key, value in os.environ.items() if key not in foreign and not key.startswith("RAY_SERVE_")}
     return {**kept, **extra}
+
+
+def field_default(dotted: str) -> str:
+    """Return what a configuration key is if nobody sets it, for command-line help."""
+    value: object = DeploymentConfig()
+    for part in dotted.split("."):
+        value = getattr(value, part)
+    return "none" if value is None else str(value)
 
 
 def field_help(dotted: str) -> str:

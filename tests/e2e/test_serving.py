@@ -255,7 +255,7 @@ def test_explain_tells_where_a_request_went(client: openai.OpenAI, deployment: R
     answer = client.completions.create(model=MODEL, prompt="The sea is " * 20, max_tokens=4, temperature=0)
     told = deployment.cli.run("explain", answer.id, "--name", deployment.name)
     assert told.returncode == 0, told.stderr
-    for word in ("ingress:", "worker:decode-", "asked prefill-", "prefill starts", "first token", "complete, joins"):
+    for word in ("ingress:", "worker:decode-", "asked prefill-", "prefill starts", "first token", "joins the batch"):
         assert word in told.stdout, told.stdout
     unknown = deployment.cli.run("explain", "cmpl-unknown", "--name", deployment.name)
     assert unknown.returncode == 2

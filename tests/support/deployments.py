@@ -32,8 +32,13 @@ class Traces:
     """
 
     shared_memory: set[str] = field(default_factory=lambda: set(os.listdir("/dev/shm")))
-    folders: set[str] = field(default_factory=lambda: {path.name for path in Path("/tmp").glob("pds-*")})
+    folders: set[str] = field(default_factory=lambda: _folders())
     sessions: set[int] = field(default_factory=lambda: _ray_sessions())
+
+
+def _folders() -> set[str]:
+    # The second is where Serve puts what it was not told to put elsewhere.
+    return {str(path) for pattern in ("pds-*", "haproxy-serve/*") for path in Path("/tmp").glob(pattern)}
 
 
 def _ray_sessions() -> set[int]:

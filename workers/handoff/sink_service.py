@@ -397,7 +397,7 @@ class SinkService:
         self._close_transfer(prefill, present)
         if present.last_chunk_time is not None:
             since_s = self._settings.clock.now() - present.last_chunk_time
-            prefill.timeline.mark(f"complete, {since_s * 1000:.1f} ms after the last chunk; joins the batch")
+            prefill.timeline.mark(f"all verified (last chunk {since_s * 1000:.1f} ms ago), committed, joins the batch")
         if present.token_time is not None:
             self._metrics.commit.observe(self._settings.clock.now() - present.token_time)
         del self._prefills[prefill.key]
