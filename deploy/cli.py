@@ -3,6 +3,8 @@
 Ray and model code are loaded by the commands that need them, so help and errors are quick.
 """
 
+import contextlib
+import io
 import json
 import logging
 import secrets
@@ -288,17 +290,15 @@ class _Running:
 
     def _stop(self) -> None:
         """Take the deployment down; a second Ctrl-C does not leave half of it."""
-        import ray
-
         from pdserve.deploy.running import take_down, uninterrupted
 
         assert self._guardian is not None
-        with uninterrupted():
-            say("stopping everything")
-            ray.shutdown()
-            if not self._guardian.take_down():
-                take_down(self._config.name, say)
-            say("stopped")
+        # To the process that created it, Ray prints on standard output that Serve's controller has ended, as an error.
+        with uninterrupted(), contextlib.redirect_stdout(io.StringIO()):
+            take_down(self._config.name, say)
+        # If that raised, the guardian's pipe closes with us, and it tries again.
+        self._guardian.release()
+        say("stopped")
 
 
 def _authenticate(name: str) -> None:

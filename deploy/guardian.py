@@ -1,7 +1,7 @@
-"""Takes a deployment down when the command that started it ends or dies: `python -m pdserve.deploy.guardian NAME`.
+"""Takes a deployment down when the command that started it dies: `python -m pdserve.deploy.guardian NAME`.
 
-The command holds the other end of this process's standard input. If the deployment stays, it writes RELEASE first; end
-of file without it means that the command ends, or was killed.
+The command holds the other end of this process's standard input. An orderly end writes RELEASE first; end of file
+without it means that the command was killed.
 """
 
 import subprocess
@@ -24,16 +24,6 @@ class Guardian:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-
-    def take_down(self) -> bool:
-        """Take the deployment down now, in the guardian's process; True if nothing of it is left.
-
-        The command's own Ray connection must be closed: to the process that created them, Ray would report each actor
-        that ends.
-        """
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        return self._process.wait() == 0
 
     def release(self) -> None:
         """The deployment is down, or stays up on purpose: end the guardian."""
