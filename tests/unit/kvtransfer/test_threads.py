@@ -277,7 +277,7 @@ def test_chunks_before_bind_wait_and_after_unbind_are_dropped() -> None:
 
 
 def test_what_fails_is_refused_with_its_reason_and_the_thread_goes_on() -> None:
-    # I12, I13
+    # I12, I13; I9: it reports, and ends no transfer by itself: the next chunk is taken.
     target = FakeTarget()
 
     def act(landing: LandingThread) -> None:
@@ -289,15 +289,17 @@ def test_what_fails_is_refused_with_its_reason_and_the_thread_goes_on() -> None:
         landing.bind(transfer_id(99), target)  # raises: never expected
         landing.landed(header(3, None), PatternBodies())
         landing.landed(header(5, None), PatternBodies())
+        landing.landed(header(6, 1), Bodies(3))
         landing.unbind(transfer_id(1))
 
-    events = run_landing(act, 6)
+    events = run_landing(act, 7)
     assert events == [
         ("checksum", 0),
         ("wrong size", 1),
         ("scatter failed", 2),
         ("test", False),
         ("test", True),
+        ("scattered", 6),
         ("unbound", 1),
     ]
 
