@@ -6,7 +6,6 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import httpx
@@ -16,16 +15,15 @@ from ray import serve
 
 from pdserve.cluster.base.config import DeploymentConfig, cache_dir, state_dir
 from pdserve.cluster.base.errors import ConfigError, RetryableError
-from pdserve.cluster.base.ids import WorkerId
 from pdserve.cluster.base.wire import ChannelSettings
-from pdserve.cluster.base.worker_info import Role, WorkerState
+from pdserve.cluster.base.worker_info import Role, WorkerDeath, WorkerState
 from pdserve.cluster.control.controller import Controller
+from pdserve.deploy.creation import WorkerCreator
 from pdserve.deploy.locator import CONTROLLER_NAME, ControllerLocator, namespace_of
 from pdserve.deploy.ray_head import can_use_haproxy, check_port, free_port, launch_head, wait_head
 from pdserve.deploy.records import DeploymentRecord, RecordStore, refuse_running
 from pdserve.deploy.running import Say, connect, deployment_status, interrupts_deferred, take_down
 from pdserve.router.ingress import Ingress, IngressSettings
-from pdserve.workers.actors import WorkerActor
 from pdserve.workers.assembly import MemoryPlan, available_memory_bytes, check_memory, plan_memory
 from pdserve.workers.model.families import ModelSpec, read_spec
 from pdserve.workers.model.source import default_name, prepare_model
@@ -90,29 +88,6 @@ def _count_workers(config: DeploymentConfig) -> str:
     return " + ".join(counts) + " worker(s)"
 
 
-def _create_worker(
-    worker_id: WorkerId,
-    role: Role,
-    options: dict[str, object],
-    *,
-    config: DeploymentConfig,
-    model: PreparedModel,
-    channel: ChannelSettings,
-) -> object:
-    """Create a worker actor; handed to the controller, which imports no worker code."""
-    actor = ray.remote(WorkerActor).options(**options)
-    return actor.remote(
-        worker_id,
-        role,
-        config,
-        str(model.folder),
-        model.served_name,
-        config.ingress.host,
-        channel,
-        ControllerLocator(namespace_of(config.name)),
-    )
-
-
 class Launch:
     """Brings one prepared deployment up on this machine."""
 
@@ -171,7 +146,9 @@ class Launch:
             namespace,
             config.ingress.host,
             channel,
-            partial(_create_worker, config=config, model=model, channel=channel),
+            WorkerCreator(
+                config=config, model_folder=str(model.folder), served_name=model.served_name, channel=channel
+            ),
         )
         say(f"starting {_count_workers(config)} and the ingress")
         # Serve announces each step; what matters of it we say ourselves.
@@ -196,8 +173,11 @@ class Launch:
         application = deployment.bind(settings, ControllerLocator(namespace))
         serve.run(application, name=APPLICATION, route_prefix="/", blocking=False)
 
-    def _show_deaths(self, record: DeploymentRecord, shown: tuple[str, ...]) -> tuple[str, ...]:
-        """Say which workers have died since; a controller that is away for a moment does not fail the start."""
+    def _show_deaths(self, record: DeploymentRecord, shown: tuple[WorkerDeath, ...]) -> tuple[WorkerDeath, ...]:
+        """Say which workers have died since; a controller that is away for a moment does not fail the start.
+
+        Raises ConfigError if one died of what another start cannot help.
+        """
         try:
             deaths = deployment_status(record).last_deaths
         except RetryableError as error:
@@ -206,6 +186,8 @@ class Launch:
         for death in deaths:
             if death not in shown:
                 self._say(f"worker died: {death}")
+            if death.is_permanent:
+                raise ConfigError(f"workers cannot start: {death.cause.removeprefix('did not start: ')}")
         return deaths
 
     def _is_complete(self, record: DeploymentRecord) -> bool:
@@ -226,7 +208,7 @@ class Launch:
         """
         timeout_s = self._config.workers.start_timeout_s
         deadline = time.monotonic() + timeout_s
-        shown: tuple[str, ...] = ()
+        shown: tuple[WorkerDeath, ...] = ()
         while time.monotonic() < deadline:
             try:
                 answer = httpx.get(f"{record.url}/ready", timeout=2.0)
@@ -239,7 +221,7 @@ class Launch:
             time.sleep(READY_POLL_S)
         raise RetryableError(
             f"no worker was ready within {timeout_s:g} s (workers.start_timeout_s); "
-            f"last deaths: {'; '.join(shown) or 'none'}"
+            f"last deaths: {'; '.join(map(str, shown)) or 'none'}"
         )
 
 

@@ -110,6 +110,7 @@ class TransferMetrics:
         self.receiving = gauge("transfers_receiving", "Transfers open at this sink.")
         self.waiting = gauge("transfers_waiting", "Requests that wait for room before they are offered to a source.")
         self.oldest = gauge("transfer_oldest_seconds", "Since the least recent progress of an open transfer.")
+        self.links = gauge("links_open", "Links to prefill workers that are open.")
         self.checksum_failures = counter("checksum_failures", "Chunks whose checksum did not hold.")
         self.replays = counter(
             "prefill_replays", "Prefills taken to another source, or computed locally, after a failure."

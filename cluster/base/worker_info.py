@@ -114,10 +114,23 @@ class WorkerView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerDeath:
+    """Why a worker ended."""
+
+    worker_id: WorkerId
+    cause: str
+    is_permanent: bool = False
+    """True if another start would end the same way: the model cannot be loaded, or the configuration cannot hold."""
+
+    def __str__(self) -> str:
+        return f"{self.worker_id}: {self.cause}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterStatus:
     """What `pdserve status` shows."""
 
     workers: tuple[WorkerView, ...]
     starting: tuple[WorkerId, ...]
-    last_deaths: tuple[str, ...]
+    last_deaths: tuple[WorkerDeath, ...]
     controller_pid: int

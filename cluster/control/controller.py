@@ -13,7 +13,7 @@ import ray
 
 from pdserve.cluster.base.clock import SystemClock
 from pdserve.cluster.base.config import DeploymentConfig
-from pdserve.cluster.base.errors import ChannelClosedError
+from pdserve.cluster.base.errors import ChannelClosedError, ClientError
 from pdserve.cluster.base.ids import Incarnation, WorkerId
 from pdserve.cluster.base.logs import configure_logging
 from pdserve.cluster.base.messages import (
@@ -93,7 +93,7 @@ class Controller:
         """Return what the controller knows now."""
         await self.endpoint()
         return ClusterStatus(
-            workers=self._membership.view(),
+            workers=tuple(sorted(self._membership.view(), key=lambda view: view.info.worker_id)),
             starting=tuple(self._membership.starting()),
             last_deaths=self._membership.last_deaths,
             controller_pid=os.getpid(),
@@ -148,8 +148,10 @@ class Controller:
         try:
             await self._launcher.wait_started(worker_id)
         except ray.exceptions.RayError as error:
-            cause = str(getattr(error, "cause", None) or error).strip().splitlines()[-1]
-            for instruction in self._membership.failed_to_start(worker_id, cause):
+            raised = getattr(error, "cause", None) or error
+            cause = str(raised).strip().splitlines()[-1]
+            is_permanent = isinstance(raised, ClientError)
+            for instruction in self._membership.failed_to_start(worker_id, cause, is_permanent=is_permanent):
                 await self._execute(instruction)
 
     async def _execute(self, instruction: Instruction) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from pdserve.cluster.base.clock import Clock
 from pdserve.cluster.base.ids import Incarnation, WorkerId
-from pdserve.cluster.base.worker_info import Role, WorkerInfo, WorkerLoad, WorkerState, WorkerView
+from pdserve.cluster.base.worker_info import Role, WorkerDeath, WorkerInfo, WorkerLoad, WorkerState, WorkerView
 
 MAX_BACKOFF_S = 60.0
 STALL_STEPS = 5.0
@@ -74,7 +74,7 @@ class Membership:
         self._num_started: dict[Role, int] = {}
         self._deaths_in_row: dict[Role, int] = {}
         self._next_start_time: dict[Role, float] = {}
-        self._last_deaths: list[str] = []
+        self._last_deaths: list[WorkerDeath] = []
 
     @property
     def is_settled(self) -> bool:
@@ -140,12 +140,15 @@ class Membership:
         """The worker cannot serve any more."""
         return self._bury(worker_id, cause)
 
-    def failed_to_start(self, worker_id: WorkerId, cause: str) -> list[Instruction]:
-        """The worker's process ended, or its loading raised, before it registered."""
+    def failed_to_start(self, worker_id: WorkerId, cause: str, *, is_permanent: bool) -> list[Instruction]:
+        """The worker's process ended, or its loading raised, before it registered.
+
+        It is tried again, after a back-off, also if the cause is permanent: the model's files may be repaired.
+        """
         member = self._members.get(worker_id)
         if member is None or member.state is not WorkerState.STARTING:
             return []
-        return self._bury(worker_id, f"did not start: {cause}")
+        return self._bury(worker_id, f"did not start: {cause}", is_permanent=is_permanent)
 
     def tick(self) -> list[Instruction]:
         """Apply deadlines and fill up to the target."""
@@ -184,8 +187,8 @@ class Membership:
         return [worker_id for worker_id, member in self._members.items() if member.info is None]
 
     @property
-    def last_deaths(self) -> tuple[str, ...]:
-        """The latest deaths with their causes, newest last."""
+    def last_deaths(self) -> tuple[WorkerDeath, ...]:
+        """The latest deaths, newest last."""
         return tuple(self._last_deaths)
 
     def _visible_state(self, member: _Member) -> WorkerState:
@@ -203,10 +206,11 @@ class Membership:
                 return f"stalled: work to do, but no step for {now - member.step_time:.1f} s"
         return None
 
-    def _bury(self, worker_id: WorkerId, cause: str) -> list[Instruction]:
+    def _bury(self, worker_id: WorkerId, cause: str, *, is_permanent: bool = False) -> list[Instruction]:
         if self._members.pop(worker_id, None) is None:
             return []
-        self._last_deaths = [*self._last_deaths[-9:], f"{worker_id}: {cause}"]
+        death = WorkerDeath(worker_id=worker_id, cause=cause, is_permanent=is_permanent)
+        self._last_deaths = [*self._last_deaths[-9:], death]
         role = role_of(worker_id)
         deaths = self._deaths_in_row.get(role, 0)
         backoff_s = min(self._settings.backoff_s * 2**deaths, MAX_BACKOFF_S)

@@ -138,6 +138,7 @@ class SinkService:
         self._metrics.receiving.set(len(self._transfers))
         self._metrics.waiting.set(len(self._waiting))
         self._metrics.oldest.set(self._reaper.oldest_s)
+        self._metrics.links.set(sum(link.state == "open" for link in self.links()))
 
     # Prefill workers.
 

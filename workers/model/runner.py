@@ -67,8 +67,9 @@ class TransformerRunner:
 
     def bind_thread(self) -> None:
         """Set the thread counts of torch and numba for the calling thread."""
-        torch.set_num_threads(self._num_threads)
+        # numba first: where it starts its threads, it sets OpenMP's count for this thread, which is torch's too.
         numba.set_num_threads(min(self._num_threads, numba.config.NUMBA_NUM_THREADS))
+        torch.set_num_threads(self._num_threads)
 
     def execute(self, plan: StepPlan, on_layer: OnLayer | None = None) -> Int32:
         """See ModelRunner.execute."""

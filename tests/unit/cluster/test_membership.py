@@ -52,11 +52,11 @@ def test_deaths_of_one_role_do_not_delay_another() -> None:
     membership = Membership(replace(SETTINGS, targets={Role.PREFILL: 1, Role.DECODE: 1}), clock)
     membership.tick()
     for number in range(4):  # a prefill worker that cannot load
-        membership.failed_to_start(WorkerId(f"prefill-{number}"), "broken")
+        membership.failed_to_start(WorkerId(f"prefill-{number}"), "broken", is_permanent=False)
         clock.advance(70.0)
         assert membership.registered(make_info(WorkerId("decode-0")), WorkerLoad())
         membership.tick()
-    membership.failed_to_start(WorkerId("prefill-4"), "broken")
+    membership.failed_to_start(WorkerId("prefill-4"), "broken", is_permanent=False)
     membership.failed(WorkerId("decode-0"), "gone")
     assert [item.worker_id for item in membership.tick() if isinstance(item, StartWorker)] == ["decode-1"]
 
@@ -69,7 +69,7 @@ def test_after_a_restart_a_role_is_known_when_all_that_were_found_are_back_or_go
     assert membership.is_settled, "routing does not wait for ever"
     membership.registered(make_info(WorkerId("prefill-0")), WorkerLoad())
     assert not membership.is_known(Role.PREFILL)
-    membership.failed_to_start(WorkerId("prefill-1"), "its process is gone")
+    membership.failed_to_start(WorkerId("prefill-1"), "its process is gone", is_permanent=False)
     assert membership.is_known(Role.PREFILL)
     assert not membership.is_known(Role.DECODE)
 
@@ -212,8 +212,9 @@ def test_a_new_controller_does_not_wait_for_ever() -> None:
 def test_a_failed_start_is_buried_at_once_and_only_while_starting() -> None:
     membership, _ = make()
     worker_id = start_one(membership)
-    (removed,) = membership.failed_to_start(worker_id, "tensor x is missing")
+    (removed,) = membership.failed_to_start(worker_id, "tensor x is missing", is_permanent=True)
     assert removed == RemoveWorker(worker_id=worker_id, cause="did not start: tensor x is missing")
+    assert [death.is_permanent for death in membership.last_deaths] == [True]
     ready = make_ready(membership)
-    assert membership.failed_to_start(ready, "its actor died later") == []
+    assert membership.failed_to_start(ready, "its actor died later", is_permanent=False) == []
     assert membership.view()[0].state is WorkerState.READY
