@@ -121,7 +121,7 @@ def check_family(root: Path, family: str, device: str) -> dict[str, object]:
     margins = [
         worst_margin(model, prompt, tokens) for prompt, tokens in zip(prompts * 2, together + alone, strict=True)
     ]
-    is_free = assembled.engine.pool.num_free == assembled.engine.pool.num_blocks
+    is_free = assembled.engine.pool.is_all_free
     return {"family": family, "worst_margin": round(max(margins), 6), "passed": max(margins) <= TIE and is_free}
 
 

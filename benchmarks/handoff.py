@@ -96,14 +96,14 @@ class NullRunner:
 
 def make_null_engine(times: "Queue[tuple[str, float]]") -> tuple[Engine, KVStore]:
     """Return an engine that computes nothing, over a store whose memory is all touched."""
-    store = KVStore(LAYOUT, num_blocks=NUM_BLOCKS, device=torch.device("cpu"))
+    store = KVStore(LAYOUT, num_blocks=(NUM_BLOCKS,), device=torch.device("cpu"))
     for layer in range(LAYOUT.num_layers):
         store.layer(layer).normal_()
     settings = SchedulerSettings(
         block_size=16, max_running=64, max_batch_tokens=2048, max_waiting=64, max_model_len=NUM_BLOCKS * 16
     )
     engine = Engine(
-        settings, NullRunner(times), num_groups=1, num_blocks=NUM_BLOCKS, clock=SystemClock(), promised_share=1.0
+        settings, NullRunner(times), layout=LAYOUT, num_blocks=(NUM_BLOCKS,), clock=SystemClock(), promised_share=1.0
     )
     return engine, store
 

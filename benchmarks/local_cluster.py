@@ -170,7 +170,7 @@ async def _serve(
             numerics_note="",
             vocab_size=0,
             max_model_len=0,
-            num_blocks=store.num_blocks,
+            num_blocks=max(store.num_blocks),
             block_size=store.block_size,
             max_running=0,
             memory_bytes=0,

@@ -56,7 +56,7 @@ def prepare(config: DeploymentConfig, progress: ShowProgress, say: Say) -> tuple
     if config.ingress.port:
         check_port(config.ingress.host, config.ingress.port)
     else:
-        port = free_port(config.ingress.host)
+        port = free_port()
         config = config.model_copy(update={"ingress": config.ingress.model_copy(update={"port": port})})
     folder = prepare_model(config.model.path, cache_dir(), progress)
     spec = read_spec(folder)

@@ -9,6 +9,7 @@ import importlib.util
 import logging
 import math
 import os
+import random
 import shlex
 import shutil
 import signal
@@ -27,6 +28,8 @@ from pdserve.cluster.base.errors import ConfigError, RetryableError
 
 logger = logging.getLogger(__name__)
 
+LISTEN_PORTS = range(20000, 32000)
+"""Above those of Ray's workers, below those of outgoing connections."""
 STOP_TIMEOUT_S = 10.0
 POLL_S = 0.1
 
@@ -57,12 +60,19 @@ class RayHead:
             return False
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port that is free now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_port() -> int:
+    """Return a port that is free now on every interface. Raises RetryableError if none is found.
+
+    Not one of those that the system gives to outgoing connections: it might give it away before its owner listens.
+    """
+    for port in random.sample(LISTEN_PORTS, 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise RetryableError(f"no free port found between {LISTEN_PORTS.start} and {LISTEN_PORTS.stop}")
 
 
 def check_port(host: str, port: int) -> None:

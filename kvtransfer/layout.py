@@ -115,6 +115,14 @@ class Coverage:
         for layer in range(chunk.first_layer, chunk.end_layer):
             self._ranges[chunk.group, layer].append((chunk.first_token, chunk.end_token))
 
+    def add_prefix(self, num_tokens: int) -> None:
+        """The first `num_tokens` are held, in groups with a window those that their successor sees."""
+        for number, group in enumerate(self._layout.groups):
+            first = group.first_needed(num_tokens)
+            if first < num_tokens:
+                for layer in range(len(group.layers)):
+                    self._ranges[number, layer].append((first, num_tokens))
+
     def remove(self, chunk: ChunkRange) -> None:
         """The chunk's tokens hold nothing that can be trusted any more: a damaged body was copied over them."""
         for layer in range(chunk.first_layer, chunk.end_layer):

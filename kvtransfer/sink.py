@@ -12,7 +12,7 @@ cover every token of every layer (I8). Blocks are given back only after UNBIND w
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pdserve.cluster.base.request import FinishReason
+from pdserve.cluster.base.request import TokenDelta
 from pdserve.kvtransfer.layout import ChunkRange, Coverage
 from pdserve.kvtransfer.table import Machine, Table
 
@@ -76,8 +76,7 @@ class BindBlocks:
 class EmitFirstToken:
     """The request has a new token."""
 
-    token_id: int
-    finish_reason: FinishReason | None
+    token: TokenDelta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,13 +153,13 @@ class SinkTransfer:
         self.coverage.add(chunk)
         return self._complete()
 
-    def first_token(self, token_id: int, finish_reason: FinishReason | None) -> list[SinkInstruction]:
+    def first_token(self, token: TokenDelta) -> list[SinkInstruction]:
         """The source sampled the token after the prompt; the first one counts."""
         if self._has_token or not self._machine.apply(_E.FIRST_TOKEN) or self.state is _S.UNBINDING:
             return []
         self._has_token = True
-        emit = EmitFirstToken(token_id=token_id, finish_reason=finish_reason)
-        if finish_reason is not None:
+        emit = EmitFirstToken(token=token)
+        if token.finish_reason is not None:
             self._machine.apply(_E.ENDED)
             return [emit, PostCommit(), Unbind()]
         return [emit, *self._complete()]

@@ -10,7 +10,7 @@ that has its ending with the first token commits early, and what is unsent is dr
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pdserve.cluster.base.request import FinishReason
+from pdserve.cluster.base.request import TokenDelta
 from pdserve.kvtransfer.table import Machine, Table
 
 
@@ -58,8 +58,7 @@ SOURCE_TABLE: Table[SourceState, SourceEvent] = {
 class SendFirstToken:
     """Tell the sink its token."""
 
-    token_id: int
-    finish_reason: FinishReason | None
+    token: TokenDelta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,13 +121,13 @@ class SourceTransfer:
             self._machine.apply(_E.ALL_CREDITED)
         return []
 
-    def prefilled(self, token_id: int, finish_reason: FinishReason | None, num_chunks: int) -> list[SourceInstruction]:
+    def prefilled(self, token: TokenDelta, num_chunks: int) -> list[SourceInstruction]:
         """The prompt is computed and a token sampled; `num_chunks` were made ready in all."""
         if self._machine.has_ended:
             return []
         self._num_chunks = num_chunks
-        token = SendFirstToken(token_id=token_id, finish_reason=finish_reason)
-        return [token, *self._finish_sending()]
+        first = SendFirstToken(token=token)
+        return [first, *self._finish_sending()]
 
     def committed(self) -> list[SourceInstruction]:
         """The sink needs nothing more."""

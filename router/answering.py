@@ -115,6 +115,7 @@ class Answer:
         return Usage(
             num_prompt_tokens=sum(choice.num_prompt_tokens for choice in self.choices),
             num_completion_tokens=sum(choice.num_tokens for choice in self.choices),
+            num_cached_tokens=sum(choice.num_cached_tokens for choice in self.choices),
         )
 
     def close(self) -> None:

@@ -13,6 +13,8 @@ class Usage:
 
     num_prompt_tokens: int
     num_completion_tokens: int
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV was cached."""
 
     def as_json(self) -> Json:
         """Return OpenAI's usage object."""
@@ -20,6 +22,7 @@ class Usage:
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_completion_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
 
 

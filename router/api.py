@@ -56,6 +56,7 @@ class GenerationBody(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
 
     @model_validator(mode="after")
     def _consistent(self) -> "GenerationBody":

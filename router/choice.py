@@ -31,6 +31,7 @@ class Choice:
         self.index = index
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_tokens = 0
+        self.num_cached_tokens = 0
         self._detokenizer = Detokenizer(decoder, before=prompt_token_ids[-CONTEXT_TOKENS:])
         self._stops = StopStrings(stops)
 
@@ -39,6 +40,9 @@ class Choice:
         if delta.finish_reason is FinishReason.ERROR:
             raise EngineError(delta.error or "the engine gave no cause")
         token_ids = delta.token_ids
+        if delta.index == 0:
+            # Of the first attempt only: what a replay finds in a cache the client has waited for before.
+            self.num_cached_tokens = delta.num_cached_tokens
         pieces = []
         for position, token_id in enumerate(token_ids):
             self.num_tokens += 1

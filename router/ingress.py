@@ -260,6 +260,7 @@ class _Service:
             request_id=request_id,
             attempt=0,
             prompt_token_ids=ids,
+            cache_salt=body.cache_salt or "",
             sampling=SamplingParams(
                 max_tokens=self._tokenizer.output_limit(len(ids), body.token_limit, default_tokens, param),
                 temperature=1.0 if body.temperature is None else body.temperature,

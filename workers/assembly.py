@@ -18,6 +18,7 @@ from pdserve.cluster.base.errors import ConfigError
 from pdserve.cluster.base.kv_layout import GroupLayout, KVLayout
 from pdserve.workers.engine.engine import Engine
 from pdserve.workers.engine.scheduler import SchedulerSettings
+from pdserve.workers.engine.sequence import blocks_for
 from pdserve.workers.kv.store import KVStore, block_bytes
 from pdserve.workers.model.families import ModelSpec, read_spec
 from pdserve.workers.model.loader import LoadedModel, load_model
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 KV_DTYPE = "float32"
 KV_ITEMSIZE = 4
+WINDOW_CACHE_SHARE = 0.25
 PROCESS_BYTES = 1000 << 20
 """Interpreter, libraries and working memory of a worker process."""
 
@@ -38,7 +40,8 @@ class MemoryPlan:
     weights_bytes: int
     embedding_bytes: int
     kv_bytes: int
-    num_blocks: int
+    num_blocks: tuple[int, ...]
+    """One number per KV group."""
     max_model_len: int
 
     @property
@@ -46,27 +49,33 @@ class MemoryPlan:
         """Everything that is resident."""
         return self.weights_bytes + self.embedding_bytes + self.kv_bytes + PROCESS_BYTES
 
+    @property
+    def _blocks_text(self) -> str:
+        counts = sorted(set(self.num_blocks), reverse=True)
+        return " and ".join(str(count) for count in counts)
+
     def __str__(self) -> str:
         gib = 1 << 30
         return (
             f"packed weights {self.weights_bytes / gib:.2f} GiB "
             f"+ embedding {self.embedding_bytes / gib:.2f} GiB (mapped) "
-            f"+ KV {self.kv_bytes / gib:.2f} GiB ({self.num_blocks} blocks) + process {PROCESS_BYTES / gib:.2f} GiB "
+            f"+ KV {self.kv_bytes / gib:.2f} GiB ({self._blocks_text} blocks) + process {PROCESS_BYTES / gib:.2f} GiB "
             f"= {self.total_bytes / gib:.2f} GiB per worker; at most {self.max_model_len} tokens a request"
         )
 
 
 def plan_memory(spec: ModelSpec, engine: EngineConfig, max_model_len: int | None) -> MemoryPlan:
     """Return the memory arithmetic of one worker. Raises ConfigError if the keys cannot hold together."""
-    per_block = block_bytes(kv_layout(spec, engine.block_size, model_digest=""))
-    num_blocks = int(engine.kv_memory_gib * (1 << 30)) // per_block
+    layout = kv_layout(spec, engine.block_size, model_digest="")
+    num_blocks = plan_blocks(layout, engine)
+    per_block = sum(block_bytes(layout, group) for group in range(len(num_blocks)))
     least = num_probe_blocks(engine.block_size)
-    if num_blocks < least:
+    if min(num_blocks) < least:
         raise ConfigError(
-            f"engine.kv_memory_gib {engine.kv_memory_gib:g}: holds {num_blocks} blocks of {per_block} bytes; "
+            f"engine.kv_memory_gib {engine.kv_memory_gib:g}: holds {min(num_blocks)} blocks of {per_block} bytes; "
             f"this model needs at least {least} ({least * per_block / (1 << 30):.3f} GiB)"
         )
-    pool_tokens = num_blocks * engine.block_size
+    pool_tokens = max(num_blocks) * engine.block_size
     limit = min(spec.max_position, pool_tokens)
     if max_model_len is not None:
         if max_model_len > limit:
@@ -77,10 +86,33 @@ def plan_memory(spec: ModelSpec, engine: EngineConfig, max_model_len: int | None
     return MemoryPlan(
         weights_bytes=matrix * (2 if engine.linear is LinearKind.FP16 else 4),
         embedding_bytes=spec.vocab_size * spec.hidden_size * 2,
-        kv_bytes=num_blocks * per_block,
+        kv_bytes=sum(count * block_bytes(layout, group) for group, count in enumerate(num_blocks)),
         num_blocks=num_blocks,
         max_model_len=limit,
     )
+
+
+def plan_blocks(layout: KVLayout, engine: EngineConfig) -> tuple[int, ...]:
+    """Share engine.kv_memory_gib among the KV groups; return the blocks of each.
+
+    Equal numbers serve short contexts best, so a group with a window gets as many as the others, but no more than a
+    full batch ever holds, and WINDOW_CACHE_SHARE of that for cached prefixes; the rest goes to groups without windows.
+    """
+    memory = int(engine.kv_memory_gib * (1 << 30))
+    sizes = [block_bytes(layout, group) for group in range(len(layout.groups))]
+    equal = memory // sum(sizes)
+    counts = [equal] * len(sizes)
+    windowed = [group for group, spec in enumerate(layout.groups) if spec.window]
+    if not windowed or len(windowed) == len(sizes):
+        return tuple(counts)
+    for group in windowed:
+        window = layout.groups[group].window
+        step_blocks = blocks_for(engine.max_batch_tokens, layout.block_size)
+        batch = engine.max_running * (blocks_for(window, layout.block_size) + 2) + step_blocks
+        counts[group] = min(equal, int(batch * (1 + WINDOW_CACHE_SHARE)))
+    left = memory - sum(counts[group] * sizes[group] for group in windowed)
+    whole = left // sum(size for group, size in enumerate(sizes) if group not in windowed)
+    return tuple(count if group in windowed else whole for group, count in enumerate(counts))
 
 
 def kv_layout(spec: ModelSpec, block_size: int, *, model_digest: str) -> KVLayout:
@@ -198,12 +230,14 @@ def assemble_engine(
             max_waiting=config.max_waiting,
             max_model_len=memory.max_model_len,
             eos_token_ids=spec.eos_token_ids,
+            has_prefix_cache=config.prefix_cache,
         ),
         runner,
-        num_groups=len(spec.groups),
+        layout=layout,
         num_blocks=memory.num_blocks,
         clock=clock,
         promised_share=promised_share,
+        numerics_digest=numerics.digest,
     )
     engine.times.full_s = token_s * config.max_batch_tokens
     return AssembledEngine(

@@ -100,16 +100,22 @@ class EngineThread:
     def load(self) -> WorkerLoad:
         """Return a load report; safe from any thread (it reads single integers)."""
         scheduler, pool, times = self._engine.scheduler, self._engine.pool, self._engine.times
+        # What is free of the group with the most blocks limits the worker: a window gives its blocks back.
+        scarcest = max(range(pool.num_groups), key=pool.num_blocks.__getitem__)
         return WorkerLoad(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting + len(self._inbox),
             num_queued_prompt_tokens=scheduler.num_queued_prompt_tokens,
-            num_free_blocks=pool.num_free,
-            num_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free(scarcest),
+            num_blocks=pool.num_blocks[scarcest],
+            num_cached_blocks=pool.num_cached(scarcest),
             num_steps=self._engine.num_steps,
             num_generated_tokens=scheduler.num_sampled_tokens,
             num_prefilled_tokens=scheduler.num_prefilled_tokens,
             num_preemptions=scheduler.num_preemptions,
+            num_admitted_prompt_tokens=scheduler.num_admitted_prompt_tokens,
+            num_cached_prompt_tokens=scheduler.num_cached_prompt_tokens,
+            num_recomputed_tokens=scheduler.num_recomputed_tokens,
             has_runnable_work=self._is_stepping or bool(self._inbox),
             predicted_step_s=times.predicted_s,
         )

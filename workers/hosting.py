@@ -78,7 +78,7 @@ def _describe(
         numerics_note=assembled.numerics.note,
         vocab_size=model.spec.vocab_size,
         max_model_len=assembled.max_model_len,
-        num_blocks=assembled.memory.num_blocks,
+        num_blocks=max(assembled.memory.num_blocks),
         block_size=config.engine.block_size,
         max_running=config.engine.max_running,
         memory_bytes=assembled.resident_bytes,

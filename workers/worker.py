@@ -181,6 +181,10 @@ class Worker:
         metrics.queued_prompt_tokens.set(load.num_queued_prompt_tokens)
         metrics.free_blocks.set(load.num_free_blocks)
         metrics.total_blocks.set(load.num_blocks)
+        metrics.cached_blocks.set(load.num_cached_blocks)
+        metrics.admitted_tokens.inc(load.num_admitted_prompt_tokens - before.num_admitted_prompt_tokens)
+        metrics.cached_tokens.inc(load.num_cached_prompt_tokens - before.num_cached_prompt_tokens)
+        metrics.recomputed_tokens.inc(load.num_recomputed_tokens - before.num_recomputed_tokens)
         metrics.steps.inc(load.num_steps - before.num_steps)
         metrics.preemptions.inc(load.num_preemptions - before.num_preemptions)
         metrics.prefilled_tokens.inc(load.num_prefilled_tokens - before.num_prefilled_tokens)
@@ -279,16 +283,10 @@ class Worker:
         """Run a request from its beginning."""
         self._thread.submit(request)
 
-    def emit(self, request: Request, token_id: int, finish_reason: FinishReason | None) -> None:
+    def emit(self, request: Request, token: TokenDelta) -> None:
         """Send a token that a prefill worker sampled."""
-        delta = TokenDelta(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            sample=0,
-            index=len(request.resume_token_ids),
-            token_ids=(token_id,),
-            finish_reason=finish_reason,
-        )
+        index = len(request.resume_token_ids)
+        delta = replace(token, request_id=request.request_id, attempt=request.attempt, index=index)
         self._note_endings([delta])
         self._send(self._live.deliver([delta], self._loop.time()))
 

@@ -65,6 +65,8 @@ class EngineConfig(_Section):
     """Tokens in a KV block."""
     kv_memory_gib: float = Field(default=1.0, gt=0)
     """Memory of the KV pool of a worker."""
+    prefix_cache: bool = True
+    """Keep the KV of what was computed, and take it over for requests that begin with the same tokens."""
     max_running: int = Field(default=64, ge=1, le=4096)
     """Most sequences in the running batch."""
     max_batch_tokens: int = Field(default=512, ge=1)

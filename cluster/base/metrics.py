@@ -62,6 +62,18 @@ class WorkerMetrics:
         )
         self.free_blocks = Gauge("pdserve_kv_blocks_free", "Free KV blocks.", registry=self.registry)
         self.total_blocks = Gauge("pdserve_kv_blocks_total", "KV blocks of the pool.", registry=self.registry)
+        self.cached_blocks = Gauge(
+            "pdserve_kv_blocks_cached", "Free KV blocks that still serve prefix hits.", registry=self.registry
+        )
+        self.admitted_tokens = Counter(
+            "pdserve_prefix_queried_tokens", "Prompt tokens looked up in the prefix cache.", registry=self.registry
+        )
+        self.cached_tokens = Counter(
+            "pdserve_prefix_hit_tokens", "Prompt tokens that the prefix cache had.", registry=self.registry
+        )
+        self.recomputed_tokens = Counter(
+            "pdserve_recomputed_tokens", "Tokens computed again after a preemption.", registry=self.registry
+        )
         self.steps = Counter("pdserve_engine_steps", "Engine steps.", registry=self.registry)
         self.preemptions = Counter(
             "pdserve_preemptions", "Sequences put back for want of blocks.", registry=self.registry

@@ -50,6 +50,8 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     resume_token_ids: tuple[int, ...] = ()
     sampling: SamplingParams
+    cache_salt: str = ""
+    """Requests of different salts never share cached KV."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,3 +72,4 @@ class TokenDelta:
     error: str | None = None
     is_retryable: bool = False
     num_cached_tokens: int = 0
+    """Prompt tokens that were not computed because their KV was cached."""

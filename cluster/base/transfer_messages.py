@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pdserve.cluster.base.ids import Incarnation, RequestId, WorkerId
 from pdserve.cluster.base.kv_layout import KVLayout
-from pdserve.cluster.base.request import FinishReason, Request
+from pdserve.cluster.base.request import Request, TokenDelta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,11 +160,10 @@ class Nack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstToken:
-    """The token sampled after prefill, as soon as it is known."""
+    """The token sampled after prefill, as soon as it is known; its request id and attempt are the source's own."""
 
     transfer: TransferId
-    token_id: int
-    finish_reason: FinishReason | None
+    token: TokenDelta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

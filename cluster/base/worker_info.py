@@ -90,10 +90,17 @@ class WorkerLoad:
     num_queued_prompt_tokens: int = 0
     num_free_blocks: int = 0
     num_blocks: int = 0
+    num_cached_blocks: int = 0
+    """Free blocks whose content still serves hits."""
     num_steps: int = 0
     num_generated_tokens: int = 0
     num_prefilled_tokens: int = 0
     num_preemptions: int = 0
+    num_admitted_prompt_tokens: int = 0
+    num_cached_prompt_tokens: int = 0
+    """Of the admitted ones, those whose KV was cached."""
+    num_recomputed_tokens: int = 0
+    """Computed again after a preemption."""
     num_receiving: int = 0
     """Requests whose KV is awaited from a prefill worker."""
     num_sending: int = 0

@@ -7,9 +7,9 @@ import pytest
 
 from pdserve.cluster.base.config import LinearKind
 from pdserve.cluster.base.worker_info import NumericsClass
-from support.bits import alone, assert_same_bits, make_seeded_requests, record
+from support.bits import alone, assert_same_bits, make_seeded_requests, record, recording_engine
 from support.checkpoints import FAMILIES
-from support.engines import make_engine, make_request, prompts_of
+from support.engines import make_engine, make_request, prompts_of, run
 
 CHUNKS = (1, 2, 7, 16, 33, 64, 512)
 
@@ -46,6 +46,26 @@ def test_preemption_changes_no_bit(tiny_checkpoints: dict[str, Path], family: st
     found, found_texts, engine = record(assembled, requests, num_blocks=14, max_batch_tokens=48)
     assert engine.scheduler.num_preemptions > 0
     assert_same_bits(found, expected)
+    assert found_texts == texts
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("num_blocks", [96, 16])
+def test_cached_prefixes_change_no_bit(tiny_checkpoints: dict[str, Path], family: str, num_blocks: int) -> None:
+    # Prompts that begin alike, one after the other and together; in the small pool blocks are evicted between.
+    assembled = make_engine(tiny_checkpoints[family])
+    text = prompts_of([150])[0]
+    requests = [
+        make_request(str(seed), text[:length], temperature=0.9, seed=seed, max_tokens=10)
+        for seed, length in enumerate((150, 150, 33, 64, 65, 149, 20, 150), start=1)
+    ]
+    expected, texts = alone(assembled, requests)
+    engine, runner, _ = recording_engine(assembled, num_blocks=num_blocks, max_batch_tokens=37)
+    found_texts: dict[str, list[int]] = {}
+    for batch in (requests[:1], requests[1:2], requests[2:]):
+        found_texts |= run(engine, batch)
+    assert engine.scheduler.num_cached_prompt_tokens > 144
+    assert_same_bits(runner.logits, expected)
     assert found_texts == texts
 
 

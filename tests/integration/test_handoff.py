@@ -4,9 +4,8 @@ import asyncio
 import os
 import random
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -17,80 +16,17 @@ from pdserve.cluster.base.request import FinishReason
 from pdserve.cluster.base.transfer_messages import Commit, Credit, Prefill, TransferAbort, TransferId
 from pdserve.kvtransfer.slots import LandingSlots
 from pdserve.kvtransfer.transports.tcp import TcpReceiver
-from pdserve.router.replay import Replayer
-from pdserve.workers.engine.engine import Engine
 from pdserve.workers.kv.copy import BlockCopier
 from pdserve.workers.kv.store import KVStore
 from pdserve.workers.model.digest import DigestModel
-from pdserve.workers.worker import Worker
-from support.controllers import StubController
 from support.engines import make_digest_engine, make_request, prompts_of
+from support.pairs import LAYER_BYTES, assert_clean, has_link, received_bytes, running_pair, transfer_config
 from support.runners import DamagingCopier, GatedCopier, make_gated_engine
 from support.services import CHANNEL, MODEL, eventually, generate, running_controller, running_replayer, running_worker
 
 NARROW = DigestModel(windows=(0,), layers_per_group=2)
 """Without a window, so that everything held is usable."""
-LAYER_BYTES = MODEL.layout(16).token_bytes * 2
-"""Bytes of a token in both layers of a group."""
 TRANSPORTS = list(TransportKind)
-
-
-@dataclass
-class Pair:
-    """One prefill and one decode worker, and what an ingress runs on."""
-
-    controller: StubController
-    replayer: Replayer
-    prefill: Worker
-    decode: Worker
-
-
-def transfer_config(transport: TransportKind, **changes: float) -> TransferConfig:
-    return TransferConfig(transports=(transport,), slot_bytes=64 << 10, **changes)  # type: ignore[arg-type]
-
-
-def has_link(worker: Worker) -> bool:
-    return any(link.state == "open" for link in worker.load().links)
-
-
-def received_bytes(worker: Worker) -> int:
-    return sum(link.num_bytes for link in worker.load().links)
-
-
-@asynccontextmanager
-async def running_pair(
-    transfer: TransferConfig,
-    *,
-    prefill: Engine | None = None,
-    decode: Engine | None = None,
-    make_copier: Callable[[KVStore], BlockCopier] = BlockCopier,
-) -> AsyncIterator[Pair]:
-    async with (
-        running_controller() as controller,
-        running_replayer(controller) as replayer,
-        running_worker(controller, prefill, "prefill-0", transfer=transfer) as prefill_worker,
-        running_worker(controller, decode, "decode-0", transfer=transfer, make_copier=make_copier) as decode_worker,
-    ):
-        await eventually(lambda: replayer.dispatcher.has_worker and has_link(decode_worker), "connected")
-        yield Pair(controller, replayer, prefill_worker, decode_worker)
-
-
-async def assert_clean(*workers: Worker) -> None:
-    """LEAK check (I16)."""
-
-    def is_clean(worker: Worker) -> bool:
-        load = worker.load()
-        return (
-            worker.num_live == 0
-            and (load.num_running, load.num_waiting, load.num_queued_prompt_tokens) == (0, 0, 0)
-            and load.num_free_blocks == load.num_blocks
-            and worker.has_idle_handoff
-        )
-
-    for worker in workers:
-        await eventually(lambda worker=worker: is_clean(worker), f"clean: {worker.load()}")
-        worker._engine.scheduler.validate()
-        assert worker._engine.pool.num_promised == 0
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -171,7 +107,7 @@ async def test_a_link_whose_chunks_never_verify_is_fenced_and_the_text_is_still_
         assert isinstance(copier, DamagingCopier)
         copier.share = 0.0
         await eventually(lambda: has_link(pair.decode), "the pair is used again")
-        again = make_request("again", [10] * 90, max_tokens=6)
+        again = make_request("again", [11] * 90, max_tokens=6)
         assert (await generate(pair.replayer, again))[0] == MODEL.generate(again)
         assert pair.decode.load().num_prefilled_tokens == 90
         await assert_clean(pair.prefill, pair.decode)
@@ -306,7 +242,7 @@ async def test_a_link_that_stalls_ends_its_transfers_and_is_replaced_by_one_that
         task = asyncio.create_task(generate(pair.replayer, request))
         await eventually(lambda: pair.prefill.load().num_sending == 1, "it is sent")
         await eventually(lambda: pair.prefill.load().num_sending == 0, "the stall ended it")
-        assert pair.prefill._engine.pool.num_free == pair.prefill._engine.pool.num_blocks
+        assert pair.prefill._engine.pool.is_all_free
         await eventually(lambda: not has_link(pair.decode), "the link is given up")
         copiers[0].gate.set()
         assert (await task)[0] == MODEL.generate(request)
@@ -441,7 +377,7 @@ async def test_a_decode_worker_without_room_is_passed_by_for_one_that_has_it() -
         held.gate.clear()
         first = make_request("first", [10] * 100, max_tokens=20)
         task = asyncio.create_task(generate(pair.replayer, first))
-        await eventually(lambda: full.pool.num_free < 2, "the first decode worker is full")
+        await eventually(lambda: full.pool.num_free(0) < 2, "the first decode worker is full")
         second = make_request("second", [10] * 40, max_tokens=5)
         assert (await generate(pair.replayer, second))[0] == MODEL.generate(second)
         assert other.load().num_generated_tokens == 4
@@ -466,7 +402,7 @@ async def test_a_request_waits_at_a_full_decode_worker_if_the_other_one_has_fail
         held.gate.clear()
         first = make_request("first", [10] * 100, max_tokens=20)
         task = asyncio.create_task(generate(pair.replayer, first))
-        await eventually(lambda: full.pool.num_free < 2, "the first decode worker is full")
+        await eventually(lambda: full.pool.num_free(0) < 2, "the first decode worker is full")
         second = make_request("second", [10] * 40, max_tokens=5)
         waiting = asyncio.create_task(generate(pair.replayer, second))
         await eventually(lambda: any("waits for room" in text for text in pair.decode.traces("second")), "it waits")

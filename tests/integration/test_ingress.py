@@ -64,11 +64,20 @@ def assert_error(answer: httpx.Response, status: int, param: str | None = None, 
         assert error["code"] == code
 
 
+def usage(num_prompt: int, num_completion: int, num_cached: int = 0) -> dict[str, object]:
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
+
+
 async def test_a_completion_has_text_usage_and_one_ending(served: Served) -> None:
     answer = (await served[0].post("/v1/completions", json=body(max_tokens=12))).json()
     (choice,) = answer["choices"]
     assert choice == {"index": 0, "text": text_of(PROMPT_IDS, 12), "logprobs": None, "finish_reason": "length"}
-    assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16}
+    assert answer["usage"] == usage(4, 12)
     assert (answer["object"], answer["model"]) == ("text_completion", "tiny")
 
 
@@ -78,7 +87,7 @@ async def test_a_stream_joins_to_the_same_text_and_ends_once(served: Served) -> 
     assert events[-1] == "[DONE]"
     chunks = [event for event in events if isinstance(event, dict)]
     assert chunks[-1]["choices"] == []
-    assert chunks[-1]["usage"] == {"prompt_tokens": 4, "completion_tokens": 40, "total_tokens": 44}
+    assert chunks[-1]["usage"] == usage(4, 40)
     choices = [chunk["choices"][0] for chunk in chunks[:-1]]  # type: ignore[index]
     assert "".join(choice["text"] for choice in choices) == text_of(PROMPT_IDS, 40)
     assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
@@ -94,7 +103,7 @@ async def test_several_prompts_give_several_choices(served: Served) -> None:
     prompts = [[20, 21], [30], [40, 41, 42]]
     answer = (await served[0].post("/v1/completions", json=body(prompt=prompts, max_tokens=9))).json()
     assert [choice["text"] for choice in answer["choices"]] == [text_of(prompt, 9) for prompt in prompts]
-    assert answer["usage"] == {"prompt_tokens": 6, "completion_tokens": 27, "total_tokens": 33}
+    assert answer["usage"] == usage(6, 27)
     events = await stream(served[0], "/v1/completions", body(prompt=prompts, max_tokens=9))
     texts, endings = ["", "", ""], []
     for event in events[:-1]:

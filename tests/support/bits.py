@@ -52,7 +52,8 @@ def recording_engine(
     """Return a fresh engine over the same loaded model; its KV is NaN wherever nothing was written."""
     model = assembled.model
     layout = kv_layout(model.spec, block_size, model_digest=model.digest)
-    store = KVStore(layout, num_blocks=num_blocks, device=torch.device("cpu"))
+    counts = [num_blocks] * len(layout.groups)
+    store = KVStore(layout, num_blocks=counts, device=torch.device("cpu"))
     for layer in range(model.spec.num_layers):
         store.layer(layer).fill_(float("nan"))  # a read of anything not written shows
     runner = RecordingRunner(TransformerRunner(model, store, num_threads=threads))
@@ -66,8 +67,8 @@ def recording_engine(
             max_model_len=min(num_blocks * block_size, 1024),
         ),
         runner,
-        num_groups=len(model.spec.groups),
-        num_blocks=num_blocks,
+        layout=layout,
+        num_blocks=counts,
         clock=ManualClock(),
     )
     return engine, runner, store
@@ -79,7 +80,7 @@ def record(
     """Run requests on a fresh engine; return logits and texts."""
     engine, runner, _ = recording_engine(assembled, **limits)
     texts = run(engine, requests)
-    assert engine.pool.num_free == engine.pool.num_blocks
+    assert engine.pool.is_all_free
     return runner.logits, texts, engine
 
 

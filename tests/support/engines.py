@@ -46,6 +46,7 @@ def make_digest_engine(
     max_running: int = 16,
     max_batch_tokens: int = 64,
     max_waiting: int = 256,
+    has_prefix_cache: bool = True,
     clock: ManualClock | None = None,
 ) -> Engine:
     """Return an engine on the digest model."""
@@ -55,9 +56,11 @@ def make_digest_engine(
         max_batch_tokens=max_batch_tokens,
         max_waiting=max_waiting,
         max_model_len=num_blocks * block_size,
+        has_prefix_cache=has_prefix_cache,
     )
-    runner = DigestRunner(model, num_blocks=num_blocks, block_size=block_size)
-    return Engine(settings, runner, num_groups=len(model.windows), num_blocks=num_blocks, clock=clock or ManualClock())
+    counts = [num_blocks] * len(model.windows)
+    runner = DigestRunner(model, num_blocks=counts, block_size=block_size)
+    return Engine(settings, runner, layout=runner.store.layout, num_blocks=counts, clock=clock or ManualClock())
 
 
 def make_request(

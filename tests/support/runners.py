@@ -18,7 +18,7 @@ GATE_S = 20
 class GatedRunner(DigestRunner):
     """Goes past a step, or past a layer, only while the gate is open; raises if told to."""
 
-    def __init__(self, model: DigestModel, *, num_blocks: int = 64, block_size: int = 16) -> None:
+    def __init__(self, model: DigestModel, *, num_blocks: tuple[int, ...] = (64, 64), block_size: int = 16) -> None:
         super().__init__(model, num_blocks=num_blocks, block_size=block_size)
         self.gate = threading.Event()
         self.gate.set()

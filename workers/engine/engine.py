@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pdserve.cluster.base.clock import Clock
+from pdserve.cluster.base.kv_layout import KVLayout
+from pdserve.cluster.base.prefix_hash import PrefixIdentity
 from pdserve.cluster.base.request import TokenDelta
-from pdserve.workers.engine.block_pool import BlockPool
+from pdserve.workers.engine.block_pool import BlockPool, Counts
 from pdserve.workers.engine.scheduler import PlannedPrefill, Scheduler, SchedulerSettings
 from pdserve.workers.model.runner import ModelRunner
 
@@ -49,13 +51,18 @@ class Engine:
         settings: SchedulerSettings,
         runner: ModelRunner,
         *,
-        num_groups: int,
-        num_blocks: int,
+        layout: KVLayout,
+        num_blocks: Counts,
         clock: Clock,
         promised_share: float = 0.25,
+        numerics_digest: str = "",
     ) -> None:
-        self.pool = BlockPool(num_groups=num_groups, num_blocks=num_blocks, promised_share=promised_share)
-        self.scheduler = Scheduler(settings, self.pool, clock)
+        """`num_blocks` is one number per KV group of `layout`."""
+        identity = PrefixIdentity(
+            model_digest=layout.model_digest, kv_dtype=layout.kv_dtype, numerics_digest=numerics_digest
+        )
+        self.pool = BlockPool(num_blocks, promised_share=promised_share)
+        self.scheduler = Scheduler(settings, self.pool, layout, identity, clock)
         self.runner = runner
         self.times = StepTimes()
         self.num_steps = 0

@@ -48,7 +48,7 @@ class RowTables:
         self._free.append(row)
 
     def extend(self, group: int, row: int, num_held: int, blocks: list[int]) -> None:
-        """Append blocks to the row's table, which holds `num_held` so far."""
+        """Append blocks to the row's table, which holds `num_held` so far. What is no block is never read."""
         self._tables[group][row, num_held : num_held + len(blocks)] = blocks
 
     def block_tables(self, rows: NDArray[np.intp], num_columns: int) -> tuple[Int32, ...]:

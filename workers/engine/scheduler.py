@@ -4,7 +4,8 @@ There is no prefill phase and no decode phase, only tokens still to compute. Eac
 with one token left first (they decode), then the others in order of arrival (prefill chunks), then new admissions.
 Pure: no I/O, no torch, no clock but the injected one.
 
-Blocks are bound as a sequence grows. When none is free the youngest running sequence is put back and recomputed later.
+Blocks are bound as a sequence grows; what the prefix cache holds of it is taken over at admission, and the blocks that
+a window has left are released. When none is free the youngest running sequence is put back and recomputed later.
 No deadlock: a request whose worst case exceeds the pool is refused on arrival, so the oldest running sequence can
 always finish once the younger ones are put back, and reservations end without its help (they join, and are then the
 youngest, or fail by their own deadlines).
@@ -19,9 +20,12 @@ import numpy as np
 from pdserve.cluster.base.clock import Clock
 from pdserve.cluster.base.errors import InvalidRequestError, OverloadedError
 from pdserve.cluster.base.ids import RequestId
+from pdserve.cluster.base.kv_layout import KVLayout
+from pdserve.cluster.base.prefix_hash import PrefixHash, PrefixIdentity, extend_chain
 from pdserve.cluster.base.request import FinishReason, Request, TokenDelta
-from pdserve.workers.engine.block_pool import BlockLists, BlockPool
+from pdserve.workers.engine.block_pool import NO_BLOCK, BlockLists, BlockPool, Counts
 from pdserve.workers.engine.plan import Int32, StepPlan
+from pdserve.workers.engine.prefix_cache import FirstBlocks
 from pdserve.workers.engine.reservation import Reservation, Reservations
 from pdserve.workers.engine.row_tables import RowTables
 from pdserve.workers.engine.sequence import Sequence, SequenceState, blocks_for, worst_case_tokens
@@ -39,6 +43,7 @@ class SchedulerSettings:
     max_waiting: int
     max_model_len: int
     eos_token_ids: tuple[int, ...] = ()
+    has_prefix_cache: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,29 +62,47 @@ class Scheduler:
     Attributes:
         num_preemptions, num_prefilled_tokens, num_sampled_tokens, num_queued_prompt_tokens: for load reports; plain
             integers, so another thread may read them.
+        num_admitted_prompt_tokens, num_cached_prompt_tokens: prompt tokens of requests at their first admission, and
+            those of them that the prefix cache had.
+        num_recomputed_tokens: tokens computed again after a preemption.
     """
 
-    def __init__(self, settings: SchedulerSettings, pool: BlockPool, clock: Clock) -> None:
+    def __init__(
+        self, settings: SchedulerSettings, pool: BlockPool, layout: KVLayout, identity: PrefixIdentity, clock: Clock
+    ) -> None:
         self._settings = settings
         self._pool = pool
+        self._layout = layout
+        self._identity = identity
+        self._firsts = FirstBlocks(layout)
         self._clock = clock
         # Both in order of arrival; a request that joins with its KV arrives when it joins.
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._sequences: dict[Key, Sequence] = {}
         self._planned: dict[Sequence, int] = {}
+        self._groups = range(pool.num_groups)
+        self._window_groups = [group for group in range(pool.num_groups) if self._firsts.has_window(group)]
         self._tables = RowTables(
             num_rows=settings.max_running,
             num_groups=pool.num_groups,
             num_blocks=blocks_for(settings.max_model_len, settings.block_size),
         )
-        self.reservations = Reservations(pool, self._tables, settings.block_size)
+        self.reservations = Reservations(pool, self._tables, self._firsts, settings.block_size)
         self._num_arrivals = 0
         self._queue_times: list[float] = []
         self.num_preemptions = 0
         self.num_prefilled_tokens = 0
         self.num_sampled_tokens = 0
         self.num_queued_prompt_tokens = 0
+        self.num_admitted_prompt_tokens = 0
+        self.num_cached_prompt_tokens = 0
+        self.num_recomputed_tokens = 0
+
+    @property
+    def max_batch_tokens(self) -> int:
+        """Token budget of a step."""
+        return self._settings.max_batch_tokens
 
     @property
     def num_waiting(self) -> int:
@@ -101,7 +124,10 @@ class Scheduler:
         worst = worst_case_tokens(request)
         if is_prefill_only:
             worst = len(request.prompt_token_ids) + len(request.resume_token_ids) + 1
-        capacity = min(self._settings.max_model_len, self._pool.num_blocks * self._settings.block_size)
+        capacity = self._settings.max_model_len
+        for group, num_blocks in enumerate(self._pool.num_blocks):
+            if self._firsts.most_blocks(group, worst, self._settings.max_batch_tokens) > num_blocks:
+                capacity = min(capacity, num_blocks * self._settings.block_size)
         if worst > capacity:
             raise InvalidRequestError(
                 f"prompt and max_tokens need {worst} tokens, this worker holds {capacity}", param="max_tokens"
@@ -127,11 +153,18 @@ class Scheduler:
         sequence = self._arrive(request, is_prefill_only=False)
         assert num_computed_tokens < sequence.num_tokens, "the last token is always computed here"
         self.reservations.joined(reservation)
+        assert reservation.is_bound, "its blocks are only promised"
         sequence.blocks = reservation.blocks
         sequence.num_computed_tokens = num_computed_tokens
         self.num_queued_prompt_tokens -= num_computed_tokens
+        sequence.num_cached_tokens = self._count_hit(
+            sequence, reservation.num_cached_blocks * self._settings.block_size
+        )
         for group, blocks in enumerate(sequence.blocks):
             self._tables.extend(group, reservation.row, 0, blocks)
+        # What arrives of a group with a window begins where the window does, in the middle of a block.
+        self._publish(sequence, [self._firsts.whole_at_token(group, num_computed_tokens) for group in self._groups])
+        self._leave_window(sequence)
         self._run(sequence, reservation.row)
 
     def _refuse_copy(self, request: Request) -> None:
@@ -144,6 +177,7 @@ class Scheduler:
         sequence = Sequence(
             request,
             num_groups=self._pool.num_groups,
+            root=self._identity.root(salt=request.cache_salt),
             arrival_no=self._num_arrivals,
             arrival_time=self._clock.now(),
             is_prefill_only=is_prefill_only,
@@ -173,7 +207,7 @@ class Scheduler:
             # A sequence may have been put back for the sake of an older one in this very loop.
             if budget > 0 and sequence.state is SequenceState.RUNNING:
                 budget += self._plan_running(sequence, budget)
-        while self._waiting and budget > 0 and self._can_admit(self._waiting[0]):
+        while self._waiting and budget > 0:
             num_scheduled = self._admit(self._waiting[0], budget)
             if num_scheduled == 0:
                 break
@@ -190,6 +224,8 @@ class Scheduler:
             self.num_prefilled_tokens += min(num_scheduled, num_prompt_left)
             sequence.num_computed_tokens += num_scheduled
             self.num_queued_prompt_tokens -= num_scheduled
+            self._publish(sequence)
+            self._leave_window(sequence)
             if sequence.num_remaining_tokens == 0:
                 deltas.append(self._take(sequence, int(next(sampled))))
         return deltas
@@ -210,7 +246,31 @@ class Scheduler:
             index=index,
             token_ids=(token_id,),
             finish_reason=reason,
+            num_cached_tokens=sequence.num_cached_tokens if index == sequence.num_resume_tokens else 0,
         )
+
+    def _publish(self, sequence: Sequence, first_whole: Counts | None = None) -> None:
+        """Let the prefix cache serve the blocks that have become whole, from `first_whole` of each group on."""
+        count = sequence.num_computed_tokens // self._settings.block_size
+        if count <= sequence.num_published_blocks or not self._settings.has_prefix_cache:
+            return
+        names = sequence.names(sequence.num_computed_tokens, self._settings.block_size)
+        for number in range(sequence.num_published_blocks, count):
+            for group, blocks in enumerate(sequence.blocks):
+                is_whole = first_whole is None or number >= first_whole[group]
+                if is_whole and blocks[number] != NO_BLOCK:
+                    self._pool.publish(group, blocks[number], names[number])
+        sequence.num_published_blocks = count
+
+    def _leave_window(self, sequence: Sequence) -> None:
+        """Release the blocks that no later token of the sequence sees."""
+        for group in self._window_groups:
+            held, first = sequence.first_blocks[group], self._firsts.at_token(group, sequence.num_computed_tokens)
+            if first > held:
+                blocks = sequence.blocks[group]
+                self._pool.release(group, blocks[held:first])
+                blocks[held:first] = [NO_BLOCK] * (first - held)
+                sequence.first_blocks[group] = first
 
     def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
         sampling = sequence.request.sampling
@@ -239,7 +299,7 @@ class Scheduler:
         missing = self._blocks_missing(sequence, num_scheduled)
         if missing <= 0:
             return True
-        new = self._pool.allocate(missing)
+        new = self._pool.allocate([missing] * self._pool.num_groups)
         if new is None:
             return False
         assert sequence.slot is not None
@@ -250,36 +310,100 @@ class Scheduler:
 
     def _blocks_missing(self, sequence: Sequence, num_scheduled: int) -> int:
         needed = blocks_for(sequence.num_computed_tokens + num_scheduled, self._settings.block_size)
+        # By logical number, so equal in every group.
         return needed - len(sequence.blocks[0])
 
-    def _can_admit(self, sequence: Sequence) -> bool:
-        needed = blocks_for(sequence.num_tokens + 1, self._settings.block_size)
-        return self._tables.has_free_row and needed <= self._unbound_blocks()
+    def _has_room(self, sequence: Sequence) -> bool:
+        """True if what is known of a sequence fits beside what running prefills still need."""
+        end = blocks_for(sequence.num_tokens + 1, self._settings.block_size)
+        return all(
+            self._missing_at_most(group, sequence, end) + self._owed(group) <= self._pool.num_available(group)
+            for group in range(self._pool.num_groups)
+        )
 
-    def _unbound_blocks(self) -> int:
-        """Free blocks less those that running prefills still need for what they already know."""
-        promised = sum(
-            self._blocks_missing(sequence, sequence.num_remaining_tokens)
+    def _owed(self, group: int) -> int:
+        """Return the blocks that running prefills still need for what they already know."""
+        return sum(
+            self._missing_at_most(group, sequence, blocks_for(sequence.num_tokens, self._settings.block_size))
             for sequence in self._running
             if sequence.num_remaining_tokens > 1
         )
-        return self._pool.num_available - promised
+
+    def _missing_at_most(self, group: int, sequence: Sequence, end: int) -> int:
+        """Return how many blocks a sequence adds in a group until it has `end`; windows give some back meanwhile."""
+        held = sequence.blocks[group]
+        num_held = len(held) - sequence.first_blocks[group]
+        most = self._firsts.most_blocks(group, end * self._settings.block_size, self._settings.max_batch_tokens)
+        return max(0, min(end - len(held), most - num_held))
 
     def _admit(self, sequence: Sequence, budget: int) -> int:
-        """Run the first waiting sequence; return the tokens planned, 0 if a reservation was quicker."""
+        """Run the first waiting sequence if it fits; return the tokens planned, 0 if it does not fit now."""
         row = self._tables.take_row()
         if row is None:
             return 0
         sequence.slot = row
+        self._take_prefix(sequence)
         num_scheduled = min(sequence.num_remaining_tokens, budget)
-        if not self._bind_blocks(sequence, num_scheduled):
-            sequence.slot = None
+        if not (self._has_room(sequence) and self._bind_blocks(sequence, num_scheduled)):
+            self._give_back(sequence)
             self._tables.return_row(row)
+            sequence.slot = None
             return 0
+        num_hit_tokens = sequence.num_computed_tokens
+        if sequence.admitted_time is None:
+            sequence.num_cached_tokens = self._count_hit(sequence, num_hit_tokens)
+        else:
+            self.num_recomputed_tokens += max(0, sequence.num_lost_tokens - num_hit_tokens)
         self._waiting.popleft()
         self._run(sequence, row)
         self._planned[sequence] = num_scheduled
         return num_scheduled
+
+    def _take_prefix(self, sequence: Sequence) -> None:
+        """Take over what the prefix cache holds of a sequence that has a slot; its last token is always computed."""
+        if not self._settings.has_prefix_cache:
+            return
+        names = sequence.names(sequence.num_tokens - 1, self._settings.block_size)
+        sequence.blocks = self._pool.acquire_prefix(names, self._firsts)
+        num_blocks = len(sequence.blocks[0])
+        sequence.num_computed_tokens = num_blocks * self._settings.block_size
+        sequence.num_published_blocks = num_blocks
+        self.num_queued_prompt_tokens -= sequence.num_computed_tokens
+        assert sequence.slot is not None
+        for group, blocks in enumerate(sequence.blocks):
+            sequence.first_blocks[group] = self._firsts.at_block(group, num_blocks)
+            self._tables.extend(group, sequence.slot, 0, blocks)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        """Release a sequence's blocks; what it has computed counts as to be computed again."""
+        for group, blocks in enumerate(sequence.blocks):
+            self._pool.release(group, blocks)
+            blocks.clear()
+            sequence.first_blocks[group] = 0
+        self.num_queued_prompt_tokens += sequence.num_computed_tokens
+        sequence.num_computed_tokens = 0
+        sequence.num_published_blocks = 0
+
+    def _count_hit(self, sequence: Sequence, num_hit_tokens: int) -> int:
+        """Count a first admission; return the prompt tokens that were cached."""
+        num_cached = min(num_hit_tokens, sequence.num_prompt_tokens)
+        self.num_admitted_prompt_tokens += sequence.num_prompt_tokens
+        self.num_cached_prompt_tokens += num_cached
+        return num_cached
+
+    def prefix_names(self, request: Request) -> list[PrefixHash]:
+        """Return the names of the request's blocks that may be taken from the prefix cache. From any thread."""
+        if not self._settings.has_prefix_cache:
+            return []
+        tokens = np.array(request.prompt_token_ids + request.resume_token_ids, np.int32)
+        names: list[PrefixHash] = []
+        root = self._identity.root(salt=request.cache_salt)
+        extend_chain(names, root, tokens, len(tokens) - 1, self._settings.block_size)
+        return names
+
+    def num_cached_now(self, names: list[PrefixHash]) -> int:
+        """Return how many leading tokens the prefix cache holds. From any thread."""
+        return self._pool.find_prefix(names, self._firsts) * self._settings.block_size
 
     def _run(self, sequence: Sequence, row: int) -> None:
         sequence.slot = row
@@ -293,9 +417,8 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> int:
         """Put a running sequence back; return the budget that its planned tokens had taken."""
+        sequence.num_lost_tokens = sequence.num_computed_tokens
         self._release(sequence)
-        self.num_queued_prompt_tokens += sequence.num_computed_tokens
-        sequence.num_computed_tokens = 0
         sequence.state = SequenceState.WAITING
         insort(self._waiting, sequence, key=_arrival_no)
         self.num_preemptions += 1
@@ -312,9 +435,7 @@ class Scheduler:
         """Return everything that admission and planning took."""
         assert sequence.slot is not None
         self._running.remove(sequence)
-        for group, blocks in enumerate(sequence.blocks):
-            self._pool.release(group, blocks)
-            blocks.clear()
+        self._give_back(sequence)
         self._tables.return_row(sequence.slot)
         sequence.slot = None
 
@@ -362,9 +483,10 @@ class Scheduler:
         """Check every invariant; for tests, after each step."""
         self._pool.validate()
         for group in range(self._pool.num_groups):
-            held = [block for sequence in self._running for block in sequence.blocks[group]]
+            held = [block for sequence in self._running for block in sequence.blocks[group] if block != NO_BLOCK]
             held += self.reservations.held(group)
-            counts = np.bincount(np.array(held, np.intp), minlength=self._pool.num_blocks) + self._pool.pins(group)
+            counts = np.bincount(np.array(held, np.intp), minlength=self._pool.num_blocks[group])
+            counts += self._pool.pins(group)
             assert (counts == self._pool.references(group)).all(), f"group {group}: references do not add up"
         for queue in (self._running, self._waiting):
             arrivals = [sequence.arrival_no for sequence in queue]
@@ -379,7 +501,11 @@ class Scheduler:
             assert sequence.slot is not None
             assert 0 <= sequence.num_computed_tokens <= sequence.num_tokens <= len(sequence.tokens)
             enough = blocks_for(sequence.num_computed_tokens, self._settings.block_size)
-            assert all(len(blocks) >= enough for blocks in sequence.blocks), "KV without a block"
+            for group, blocks in enumerate(sequence.blocks):
+                first = self._firsts.at_token(group, sequence.num_computed_tokens)
+                assert len(blocks) >= enough, f"group {group}: KV without a block"
+                assert NO_BLOCK not in blocks[first:], f"group {group}: a token that is seen has no block"
+                assert sequence.first_blocks[group] == first, f"group {group}: a block that nobody sees is held"
         for sequence in self._waiting:
             assert sequence.state is SequenceState.WAITING
             assert sequence.slot is None

@@ -2,6 +2,9 @@
 
 Mutable, owned by the scheduler. Life: WAITING ⇄ RUNNING → FINISHED (a preempted sequence waits again). Fields and who
 fills them: everything at arrival; `slot` and `blocks` at admission; `num_computed_tokens` and `tokens` after each step.
+`first_blocks` is, per KV group, the first block that may still be held: a window has left those before it. `chain`
+names the whole blocks of what is known (as far as it was asked for), from `root` on; `num_cached_tokens` are the prompt
+tokens that the first admission found in the prefix cache, `num_lost_tokens` those that the last preemption gave up.
 A sequence that `is_prefill_only` ends with its first sampled token: another worker goes on.
 """
 
@@ -9,6 +12,7 @@ from enum import StrEnum
 
 import numpy as np
 
+from pdserve.cluster.base.prefix_hash import PrefixHash, extend_chain
 from pdserve.cluster.base.request import Request
 
 
@@ -28,18 +32,32 @@ class Sequence:
         "arrival_no",
         "arrival_time",
         "blocks",
+        "chain",
+        "first_blocks",
         "is_prefill_only",
+        "num_cached_tokens",
         "num_computed_tokens",
+        "num_lost_tokens",
         "num_prompt_tokens",
+        "num_published_blocks",
+        "num_resume_tokens",
         "num_tokens",
         "request",
+        "root",
         "slot",
         "state",
         "tokens",
     )
 
     def __init__(
-        self, request: Request, *, num_groups: int, arrival_no: int, arrival_time: float, is_prefill_only: bool = False
+        self,
+        request: Request,
+        *,
+        num_groups: int,
+        root: PrefixHash,
+        arrival_no: int,
+        arrival_time: float,
+        is_prefill_only: bool = False,
     ) -> None:
         prompt, resume = request.prompt_token_ids, request.resume_token_ids
         self.request = request
@@ -49,12 +67,19 @@ class Sequence:
         self.admitted_time: float | None = None
         self.state = SequenceState.WAITING
         self.num_prompt_tokens = len(prompt)
+        self.num_resume_tokens = len(resume)
         self.num_tokens = len(prompt) + len(resume)
         self.tokens = np.empty(self.num_tokens + 1 if is_prefill_only else worst_case_tokens(request), np.int32)
         self.tokens[: self.num_tokens] = prompt + resume
         self.num_computed_tokens = 0
         self.slot: int | None = None
         self.blocks: list[list[int]] = [[] for _ in range(num_groups)]
+        self.first_blocks = [0] * num_groups
+        self.root = root
+        self.chain: list[PrefixHash] = []
+        self.num_published_blocks = 0
+        self.num_cached_tokens = 0
+        self.num_lost_tokens = 0
 
     @property
     def num_output_tokens(self) -> int:
@@ -65,6 +90,11 @@ class Sequence:
     def num_remaining_tokens(self) -> int:
         """Known tokens whose KV is not computed yet; 1 means the sequence decodes."""
         return self.num_tokens - self.num_computed_tokens
+
+    def names(self, num_tokens: int, block_size: int) -> list[PrefixHash]:
+        """Return the names of the whole blocks of the first `num_tokens`."""
+        extend_chain(self.chain, self.root, self.tokens, num_tokens, block_size)
+        return self.chain[: num_tokens // block_size]
 
     def append(self, token_id: int) -> None:
         """Add a sampled token."""

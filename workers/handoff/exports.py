@@ -113,7 +113,7 @@ class KVExporter:
                 self._on_start(export.transfer)
             if export.sender is not None:
                 tables = [np.array(blocks, np.int32) for blocks in prefill.blocks]
-                self._step.append(_StepExport(export, export.sender, prefill.first_token, prefill.end_token, tables))
+                self._step.append(_StepExport(export, export.sender, prefill.end_token, tables))
         return bool(self._step)
 
     def layer_done(self, layer: int) -> None:
@@ -125,9 +125,9 @@ class KVExporter:
 
     def _announce(self, step: "_StepExport", span: LayerSpan) -> None:
         export, layout = step.export, self._copier.layout
-        # A prefill that was put back computes again what was shipped already.
-        until = max(export.sent_until.get(span, 0), first_sent(layout, span.group, export.num_tokens, export.num_held))
-        first = max(until, step.first_token)
+        # What was cached here is shipped with the first step; a prefill that was put back computes again what was
+        # shipped already.
+        first = max(export.sent_until.get(span, 0), first_sent(layout, span.group, export.num_tokens, export.num_held))
         if first >= step.end_token:
             return
         for chunk in chunks_of(span, first, step.end_token):
@@ -146,6 +146,5 @@ class _StepExport:
 
     export: Export
     sender: ChunkSender
-    first_token: int
     end_token: int
     tables: list[Int32]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from pdserve.cluster.base.ids import RequestId, WorkerId
+from pdserve.cluster.base.prefix_hash import PrefixHash
 from pdserve.cluster.base.request import Request
 from pdserve.cluster.base.timeline import Timeline
 from pdserve.cluster.base.transfer_messages import TransferId
@@ -40,6 +41,8 @@ class RemotePrefill:
     sources: list[WorkerId]
     """Prefill workers not tried yet, best first."""
     coverage: Coverage
+    names: list[PrefixHash]
+    """Names of the blocks that may be taken from this worker's prefix cache."""
     timeline: Timeline
     reservation: Reservation | None = None
     present: Try | None = None

@@ -93,7 +93,7 @@ class SinkConnection:
         self.post(link.offer(self._settings))
 
     def attached(self, link_no: int) -> None:
-        """The sink has attached: test the link. Raises ProtocolError if there is none, or it said so before."""
+        """The sink has attached: test the link, if it is still open. Raises ProtocolError if it said so before."""
         link = self._links.get(link_no)
         if link is None:
             return  # it was closed meanwhile

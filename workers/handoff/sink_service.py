@@ -17,7 +17,8 @@ from pdserve.cluster.base.errors import ProtocolError
 from pdserve.cluster.base.ids import WorkerId
 from pdserve.cluster.base.messages import Message
 from pdserve.cluster.base.metrics import TransferMetrics
-from pdserve.cluster.base.request import FinishReason, Request
+from pdserve.cluster.base.prefix_hash import PrefixHash
+from pdserve.cluster.base.request import Request, TokenDelta
 from pdserve.cluster.base.tasks import BackgroundTasks
 from pdserve.cluster.base.timeline import Timeline
 from pdserve.cluster.base.transfer_messages import (
@@ -77,8 +78,8 @@ class RequestOwner(Protocol):
     def submit(self, request: Request) -> None:
         """Run a request from its beginning."""
 
-    def emit(self, request: Request, token_id: int, finish_reason: FinishReason | None) -> None:
-        """The request, as it was before, has a new token, and perhaps its ending."""
+    def emit(self, request: Request, token: TokenDelta) -> None:
+        """The request, as it was before, has a new token, and perhaps its ending. The token's ids are the source's."""
 
 
 class SinkService:
@@ -166,8 +167,17 @@ class SinkService:
         if not any(self._peers.usable(worker_id) is not None for worker_id in sources):
             self._metrics.local.labels("no prefill worker").inc()
             return Offer.LOCAL
+        names = self._scheduler.prefix_names(request)
+        if self._is_quicker_here(request, names):
+            self._metrics.local.labels("cached here").inc()
+            timeline.mark("most of the prompt is cached here")
+            return Offer.LOCAL
         prefill = RemotePrefill(
-            request=request, sources=list(sources), coverage=Coverage(self._settings.layout), timeline=timeline
+            request=request,
+            sources=list(sources),
+            coverage=Coverage(self._settings.layout),
+            names=names,
+            timeline=timeline,
         )
         if not self._waiting and self._reserve(prefill):
             self._prefills[prefill.key] = prefill
@@ -179,6 +189,12 @@ class SinkService:
         self._prefills[prefill.key] = prefill
         self._waiting.append(prefill)
         return Offer.TAKEN
+
+    def _is_quicker_here(self, request: Request, names: list[PrefixHash]) -> bool:
+        """True if this worker holds a part of the prompt, and computes the rest in a step."""
+        num_held = self._scheduler.num_cached_now(names)
+        num_left = len(request.prompt_token_ids) + len(request.resume_token_ids) - num_held
+        return num_held > 0 and num_left <= self._scheduler.max_batch_tokens
 
     def abort(self, key: Key) -> bool:
         """The client left; False if the request is not here (the engine has it, or nobody)."""
@@ -211,8 +227,12 @@ class SinkService:
         if self._scheduler.num_waiting:
             # What the engine put back for want of blocks comes first.
             return False
-        prefill.reservation = self._scheduler.reservations.reserve(prefill.num_tokens + 1)
-        return prefill.reservation is not None
+        reservation = self._scheduler.reservations.reserve(prefill.num_tokens, prefill.names)
+        if reservation is None:
+            return False
+        prefill.reservation = reservation
+        prefill.coverage.add_prefix(reservation.num_cached_blocks * self._settings.layout.block_size)
+        return True
 
     def _try_next(self, prefill: RemotePrefill) -> None:
         while prefill.sources:
@@ -224,7 +244,7 @@ class SinkService:
 
     def _has_room(self, prefill: RemotePrefill) -> bool:
         reservation = prefill.reservation
-        if reservation is None or reservation.num_promised:
+        if reservation is None or not reservation.is_bound:
             return True
         return self._scheduler.reservations.grow(reservation, prefill.num_tokens)
 
@@ -272,8 +292,8 @@ class SinkService:
             prefill.timeline.mark("computes the prompt here")
             self._owner.submit(prefill.request)
             return
-        self._scheduler.reservations.bind(reservation)
         num_usable = prefill.coverage.num_usable(prefill.num_tokens)
+        self._scheduler.reservations.trim(reservation, num_usable)
         prefill.timeline.mark(f"computes the prompt here, {num_usable} tokens held")
         self._owner.join(prefill.request, reservation, num_usable)
 
@@ -295,8 +315,10 @@ class SinkService:
                 self._accepted(transfer, position)
             case Reject(transfer=transfer, reason=reason):
                 self._with(transfer, lambda present: present.machine.failed(f"rejected: {reason}", tell_source=False))
-            case FirstToken(transfer=transfer, token_id=token_id, finish_reason=reason):
-                self._with(transfer, lambda present: present.machine.first_token(token_id, reason))
+            case FirstToken(transfer=transfer, token=token):
+                if len(token.token_ids) != 1:
+                    raise ProtocolError(f"{len(token.token_ids)} first tokens")
+                self._with(transfer, lambda present: present.machine.first_token(token))
             case Final(transfer=transfer):
                 self._finalised(message)
             case TransferAbort(transfer=transfer, reason=reason):
@@ -373,16 +395,21 @@ class SinkService:
             case BindBlocks():
                 assert prefill.reservation is not None, "a transfer of KV has its reservation"
                 self._scheduler.reservations.bind(prefill.reservation)
-                target = BlockTarget(self._settings.copier, prefill.reservation.blocks, present.num_tokens)
+                target = BlockTarget(
+                    self._settings.copier,
+                    prefill.reservation.blocks,
+                    present.num_tokens,
+                    num_cached_tokens=prefill.reservation.num_cached_blocks * self._settings.layout.block_size,
+                )
                 self._peers.landing.bind(present.transfer, target)
                 # A redeemed promise makes room for the next one.
                 self._loop.call_soon(self.admit_waiting)
-            case EmitFirstToken(token_id=token_id, finish_reason=reason):
+            case EmitFirstToken(token=token):
                 present.token_time = self._settings.clock.now()
                 prefill.timeline.mark("first token")
                 before = prefill.request
-                prefill.emit(token_id)
-                self._owner.emit(before, token_id, reason)
+                prefill.emit(token.token_ids[0])
+                self._owner.emit(before, token)
             case PostCommit():
                 present.peer.post(Commit(transfer=present.transfer))
             case PostAbort(reason=reason_text):

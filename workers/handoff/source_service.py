@@ -7,7 +7,7 @@ the shell between channels, engine thread and links.
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from pdserve.cluster.base.errors import InvalidRequestError, ProtocolError
@@ -272,13 +272,7 @@ class SourceService:
         self._reaper.watch(transfer, message.deadline_s)
         self._exporter.add(request_id, export)
         self._inbox.submit(
-            Request(
-                request_id=request_id,
-                attempt=transfer.attempt,
-                prompt_token_ids=request.prompt_token_ids,
-                resume_token_ids=request.resume_token_ids,
-                sampling=request.sampling,
-            ),
+            replace(request, request_id=request_id, attempt=transfer.attempt),
             is_prefill_only=True,
         )
         if position:
@@ -319,7 +313,7 @@ class SourceService:
             outgoing.export.num_computed = outgoing.export.num_tokens
             self._execute(
                 outgoing,
-                outgoing.machine.prefilled(delta.token_ids[0], delta.finish_reason, outgoing.export.num_chunks),
+                outgoing.machine.prefilled(delta, outgoing.export.num_chunks),
             )
         return others
 
@@ -348,9 +342,9 @@ class SourceService:
     def _execute(self, outgoing: _Outgoing, instructions: list[SourceInstruction]) -> None:
         for instruction in instructions:
             match instruction:
-                case SendFirstToken(token_id=token_id, finish_reason=reason):
-                    outgoing.sink.post(FirstToken(transfer=outgoing.transfer, token_id=token_id, finish_reason=reason))
-                    if reason is not None:
+                case SendFirstToken(token=token):
+                    outgoing.sink.post(FirstToken(transfer=outgoing.transfer, token=token))
+                    if token.finish_reason is not None:
                         outgoing.export.is_void = True  # the sink has its ending: stop sending
                 case SendFinal(num_chunks=num_chunks):
                     outgoing.sink.post(self._final(outgoing, num_chunks))

@@ -1,8 +1,10 @@
 """The KV store: the only owner of KV bytes, one tensor per layer.
 
 Layout of a layer: [num_blocks, 2, kv_heads, block_size, head_dim], the same on every device. Layers of one KV group
-share block ids; groups are separate pools of equal size.
+share block ids; groups are separate pools.
 """
+
+from collections.abc import Sequence
 
 import torch
 
@@ -14,19 +16,25 @@ _DTYPES = {"float32": torch.float32}
 class KVStore:
     """KV tensors of one worker."""
 
-    def __init__(self, layout: KVLayout, *, num_blocks: int, device: torch.device) -> None:
+    def __init__(self, layout: KVLayout, *, num_blocks: Sequence[int], device: torch.device) -> None:
+        """`num_blocks` is one number per KV group."""
         self.layout = layout
-        self.num_blocks = num_blocks
+        self.num_blocks = tuple(num_blocks)
         self.block_size = layout.block_size
-        shape = (num_blocks, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        shape = (2, layout.num_kv_heads, layout.block_size, layout.head_dim)
         dtype = _DTYPES[layout.kv_dtype]
-        self._layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layout.num_layers)]
+        counts = {
+            layer: count for group, count in zip(layout.groups, num_blocks, strict=True) for layer in group.layers
+        }
+        self._layers = [
+            torch.zeros((counts[layer], *shape), dtype=dtype, device=device) for layer in range(layout.num_layers)
+        ]
 
     def layer(self, index: int) -> torch.Tensor:
         """Return the KV of one layer."""
         return self._layers[index]
 
 
-def block_bytes(layout: KVLayout) -> int:
-    """Return the bytes that one more block in every group costs."""
-    return layout.num_layers * layout.token_bytes * layout.block_size
+def block_bytes(layout: KVLayout, group: int) -> int:
+    """Return the bytes that one more block of a group costs."""
+    return len(layout.groups[group].layers) * layout.token_bytes * layout.block_size

@@ -5,7 +5,7 @@ would read, through the block tables. A misplaced, stale or missing block theref
 scheduler, transfers and the HTTP path at microseconds a step, over a real KV store.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -102,7 +102,7 @@ class DigestModel:
 class DigestRunner:
     """Runs plans of the digest model over paged KV."""
 
-    def __init__(self, model: DigestModel, *, num_blocks: int, block_size: int) -> None:
+    def __init__(self, model: DigestModel, *, num_blocks: Sequence[int], block_size: int) -> None:
         self._model = model
         self._block_size = block_size
         layout = model.layout(block_size)

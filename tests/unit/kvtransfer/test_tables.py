@@ -1,12 +1,14 @@
 """The life of links and transfers: who moves to which state, who learns what, first terminal event wins."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from pdserve.cluster.base.clock import ManualClock
+from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.kv_layout import GroupLayout, KVLayout
-from pdserve.cluster.base.request import FinishReason
+from pdserve.cluster.base.request import FinishReason, TokenDelta
 from pdserve.kvtransfer.layout import ChunkRange, Coverage
 from pdserve.kvtransfer.link import LinkEvent, LinkLife, LinkState
 from pdserve.kvtransfer.reaper import Reaper
@@ -36,7 +38,9 @@ LAYOUT = KVLayout(
 )
 FIRST = ChunkRange(group=0, first_layer=0, end_layer=1, first_token=0, end_token=16)
 SECOND = ChunkRange(group=0, first_layer=0, end_layer=1, first_token=16, end_token=20)
-TOKEN = EmitFirstToken(token_id=7, finish_reason=None)
+SAMPLED = TokenDelta(request_id=RequestId("at-source"), attempt=0, sample=0, index=0, token_ids=(7,))
+LAST = replace(SAMPLED, finish_reason=FinishReason.STOP)
+TOKEN = EmitFirstToken(token=SAMPLED)
 
 
 def sink(*, needs_kv: bool = True) -> SinkTransfer:
@@ -54,7 +58,7 @@ def test_a_sink_commits_when_counts_and_coverage_are_met_whatever_comes_last() -
         transfer = sink()
         assert transfer.started() == [BindBlocks()]
         events = {
-            "token": lambda transfer=transfer: transfer.first_token(7, None),
+            "token": lambda transfer=transfer: transfer.first_token(SAMPLED),
             "final": lambda transfer=transfer: transfer.final(2),
             "first": lambda transfer=transfer: transfer.chunk_verified(FIRST),
             "second": lambda transfer=transfer: transfer.chunk_verified(SECOND),
@@ -70,7 +74,7 @@ def test_right_counts_without_coverage_fail_instead_of_decoding() -> None:
     # I8, I12
     transfer = sink()
     transfer.started()
-    transfer.first_token(7, None)
+    transfer.first_token(SAMPLED)
     transfer.chunk_verified(FIRST)
     transfer.chunk_verified(FIRST)
     instructions = transfer.final(2)
@@ -83,8 +87,8 @@ def test_a_first_token_that_ends_the_request_commits_without_a_batch() -> None:
     # I18: the reason is the source's sampler's.
     transfer = sink()
     transfer.started()
-    ending = transfer.first_token(7, FinishReason.STOP)
-    assert ending == [EmitFirstToken(token_id=7, finish_reason=FinishReason.STOP), PostCommit(), Unbind()]
+    ending = transfer.first_token(LAST)
+    assert ending == [EmitFirstToken(token=LAST), PostCommit(), Unbind()]
     assert transfer.chunk_verified(FIRST) == []
     assert transfer.final(2) == []
     assert transfer.failed("late", tell_source=True) == []
@@ -96,14 +100,14 @@ def test_a_second_first_token_is_not_emitted() -> None:
     # I18
     transfer = sink()
     transfer.started()
-    assert transfer.first_token(7, None) == [TOKEN]
-    assert transfer.first_token(8, None) == []
+    assert transfer.first_token(SAMPLED) == [TOKEN]
+    assert transfer.first_token(replace(SAMPLED, token_ids=(8,))) == []
 
 
 def test_without_kv_nothing_is_bound() -> None:
     transfer = sink(needs_kv=False)
     assert transfer.started() == []
-    assert PostCommit() in transfer.first_token(7, FinishReason.LENGTH)
+    assert PostCommit() in transfer.first_token(replace(SAMPLED, finish_reason=FinishReason.LENGTH))
 
 
 @pytest.mark.parametrize("tell_source", [True, False])
@@ -140,7 +144,7 @@ def test_every_attempt_of_a_sink_ends_once_under_random_events() -> None:
             lambda transfer=transfer: transfer.started(),
             lambda transfer=transfer: transfer.chunk_verified(FIRST),
             lambda transfer=transfer: transfer.chunk_verified(SECOND),
-            lambda transfer=transfer, rng=rng: transfer.first_token(7, rng.choice([None, None, FinishReason.STOP])),
+            lambda transfer=transfer, rng=rng: transfer.first_token(rng.choice([SAMPLED, SAMPLED, LAST])),
             lambda transfer=transfer: transfer.final(2),
             lambda transfer=transfer: transfer.failed("x", tell_source=True),
         ]
@@ -165,7 +169,7 @@ def test_a_source_says_final_once_after_token_and_chunks() -> None:
     assert transfer.state is SourceState.STREAMING
     transfer.chunk_credited()
     assert transfer.state is SourceState.RUNNING
-    assert transfer.prefilled(7, None, 2) == [SendFirstToken(token_id=7, finish_reason=None)]
+    assert transfer.prefilled(SAMPLED, 2) == [SendFirstToken(token=SAMPLED)]
     assert transfer.chunk_sent(is_resend=False) == [SendFinal(num_chunks=2)]
     assert transfer.chunk_sent(is_resend=True) == []
     assert transfer.state is SourceState.SENT
@@ -176,7 +180,7 @@ def test_a_source_says_final_once_after_token_and_chunks() -> None:
 def test_a_source_without_chunks_is_final_at_once() -> None:
     transfer = SourceTransfer()
     transfer.started()
-    assert transfer.prefilled(7, FinishReason.LENGTH, 0)[1:] == [SendFinal(num_chunks=0)]
+    assert transfer.prefilled(replace(SAMPLED, finish_reason=FinishReason.LENGTH), 0)[1:] == [SendFinal(num_chunks=0)]
 
 
 @pytest.mark.parametrize("num_steps", range(5))
@@ -186,14 +190,14 @@ def test_a_failing_source_tells_its_sink_in_every_state(num_steps: int) -> None:
     steps = [
         transfer.started,
         lambda: transfer.chunk_sent(is_resend=False),
-        lambda: transfer.prefilled(7, None, 1),
+        lambda: transfer.prefilled(SAMPLED, 1),
         transfer.chunk_credited,
     ]
     for step in steps[:num_steps]:
         step()
     assert transfer.failed("engine") == [SendAbort(reason="engine"), StopWork()]
     assert transfer.state is SourceState.FAILED
-    assert transfer.prefilled(7, None, 1) == []
+    assert transfer.prefilled(SAMPLED, 1) == []
 
 
 def test_a_link_opens_by_its_test_and_ends_by_its_fence() -> None:

@@ -24,7 +24,7 @@ def make_layout(head_dim: int = 6, num_kv_heads: int = 3) -> KVLayout:
 
 
 def make_store(layout: KVLayout, seed: int | None) -> KVStore:
-    store = KVStore(layout, num_blocks=8, device=torch.device("cpu"))
+    store = KVStore(layout, num_blocks=(8,) * len(layout.groups), device=torch.device("cpu"))
     for layer in range(layout.num_layers):
         values = store.layer(layer)
         if seed is None:
