@@ -45,7 +45,7 @@ from pdserve.cluster.base.request import Request, SamplingParams
 from pdserve.cluster.base.worker_info import Role
 from pdserve.workers.assembly import assemble_engine
 from pdserve.workers.engine.engine import Engine
-from pdserve.workers.engine.plan import Int32, StepPlan
+from pdserve.workers.engine.plan import StepOutput, StepPlan
 from pdserve.workers.engine.scheduler import SchedulerSettings
 from pdserve.workers.kv.store import KVStore
 from pdserve.workers.model.source import prepare_model
@@ -82,7 +82,7 @@ class NullRunner:
     def bind_thread(self) -> None:
         """Nothing to bind."""
 
-    def execute(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> Int32:
+    def execute(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> StepOutput:
         """See ModelRunner."""
         if on_layer is None and self._times is not None:
             self._times.put(("decode", time.monotonic()))
@@ -91,7 +91,7 @@ class NullRunner:
                 on_layer(layer)
             if self._times is not None:
                 self._times.put(("last layer", time.monotonic()))
-        return np.full(len(plan.sample_rows), 7, np.int32)
+        return StepOutput(token_ids=np.full(len(plan.sample_rows), 7, np.int32))
 
 
 def make_null_engine(times: "Queue[tuple[str, float]]") -> tuple[Engine, KVStore]:

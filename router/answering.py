@@ -13,7 +13,7 @@ from pdserve.cluster.base.errors import PdserveError
 from pdserve.cluster.base.metrics import IngressMetrics
 from pdserve.cluster.base.request import FinishReason, Request
 from pdserve.router.answers import Usage
-from pdserve.router.choice import Choice, Piece
+from pdserve.router.choice import Choice, ChoicePlan, Piece
 from pdserve.router.detokenizer import Decoder
 from pdserve.router.replay import Replayer, RequestRun
 
@@ -33,7 +33,7 @@ class AnswerPlan:
     """What to run: one engine request per choice, and how to turn its tokens into text."""
 
     requests: Sequence[Request]
-    stops: Sequence[str]
+    choices: Sequence[ChoicePlan]
     endpoint: str
     start_time: float
 
@@ -75,10 +75,7 @@ class Answer:
     """The choices of one client request, one engine request each. `close` must be called; it may be called twice."""
 
     def __init__(self, plan: AnswerPlan, shared: Answers) -> None:
-        self.choices = [
-            Choice(index, shared.decoder, plan.stops, request.prompt_token_ids)
-            for index, request in enumerate(plan.requests)
-        ]
+        self.choices = [Choice(index, shared.decoder, choice) for index, choice in enumerate(plan.choices)]
         self._plan = plan
         self._shared = shared
         self._has_first_token = False
@@ -162,7 +159,7 @@ class Answer:
                 self._observe(len(delta.token_ids), now, last_time)
                 last_time = now
             piece = choice.push(delta)
-            if piece.text or piece.finish_reason is not None:
+            if not piece.is_empty:
                 self._pieces.put_nowait(IndexedPiece(index=choice.index, piece=piece))
             if piece.finish_reason is not None:
                 return piece.finish_reason

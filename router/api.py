@@ -10,24 +10,26 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pdserve.cluster.base.errors import InvalidRequestError
+from pdserve.cluster.base.request import TokenBias
 
 MAX_STOP_STRINGS = 4
 MAX_STOP_LENGTH = 1000
 MAX_PROMPTS = 128
 MAX_MESSAGES = 4096
 MAX_SEED = 2**63 - 1
+MAX_BIASES = 1024
+MAX_STOP_TOKENS = 128
+MAX_COMPLETION_LOGPROBS = 5
+MAX_TOP_LOGPROBS = 20
 
 Body = TypeVar("Body", bound="GenerationBody")
 Tokens = list[Annotated[int, Field(strict=True)]]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 # OpenAI parameters that change the answer and are not supported yet, with the value that means "off".
 _OFF_VALUES: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),
-    "echo": (False,),
-    "logprobs": (False,),
-    "frequency_penalty": (0, 0.0),
-    "presence_penalty": (0, 0.0),
 }
 
 
@@ -45,8 +47,8 @@ class GenerationBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str
-    max_tokens: int | None = Field(default=None, ge=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=0)
+    max_completion_tokens: int | None = Field(default=None, ge=0)
     temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
     top_k: int | None = Field(default=None, ge=-1, le=2**31 - 1)
@@ -56,6 +58,12 @@ class GenerationBody(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=10, allow_inf_nan=False)
+    logit_bias: dict[str, Bias] | None = None
+    min_tokens: int | None = Field(default=None, ge=0)
+    stop_token_ids: Tokens | None = Field(default=None, max_length=MAX_STOP_TOKENS)
     cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
 
     @model_validator(mode="after")
@@ -68,6 +76,15 @@ class GenerationBody(BaseModel):
             and (self.max_tokens != self.max_completion_tokens)
         ):
             raise _FieldError("max_completion_tokens", "differs from max_tokens; give one of them")
+        if self.token_limit == 0 and not self.has_echo:
+            name = "max_tokens" if self.max_tokens is not None else "max_completion_tokens"
+            raise _FieldError(name, "may be 0 only with echo, to score a prompt")
+        if self.min_tokens is not None and self.token_limit is not None and self.min_tokens > self.token_limit:
+            raise _FieldError("min_tokens", f"is {self.min_tokens}, more than max_tokens ({self.token_limit})")
+        if self.logit_bias is not None:
+            for key in self.logit_bias:
+                if not (key.isascii() and key.isdigit() and len(key) < 10):
+                    raise _FieldError("logit_bias", f"has the key {_shorten(key)}; keys are token ids")
         stops = self.stop_strings
         if len(stops) > MAX_STOP_STRINGS:
             raise _FieldError("stop", f"holds {len(stops)} strings; at most {MAX_STOP_STRINGS} are allowed")
@@ -91,6 +108,21 @@ class GenerationBody(BaseModel):
         return self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
 
     @property
+    def has_echo(self) -> bool:
+        """True if the prompt is part of the answer."""
+        return False
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Most likely tokens to report with each token; None reports nothing."""
+        return None
+
+    @property
+    def biases(self) -> tuple[TokenBias, ...]:
+        """logit_bias, by token id."""
+        return tuple(TokenBias(token_id=int(key), bias=bias) for key, bias in (self.logit_bias or {}).items())
+
+    @property
     def wants_usage_chunk(self) -> bool:
         """True if a stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage
@@ -100,6 +132,18 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     prompt: str | list[str] | Tokens | list[Tokens]
+    echo: bool | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_COMPLETION_LOGPROBS)
+
+    @property
+    def has_echo(self) -> bool:
+        """True if the prompt is part of the answer."""
+        return bool(self.echo)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Most likely tokens to report with each token; None reports nothing."""
+        return self.logprobs
 
     @model_validator(mode="after")
     def _prompts_present(self) -> "CompletionBody":
@@ -151,6 +195,19 @@ class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _top_needs_logprobs(self) -> "ChatBody":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise _FieldError("top_logprobs", "needs logprobs=true")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Most likely tokens to report with each token; None reports nothing."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class _FieldError(ValueError):
@@ -183,6 +240,8 @@ def _parse(kind: type[Body], raw: object) -> Body:
             param=name,
             code="unsupported_parameter",
         )
+    if kind is CompletionBody and given.get("logprobs") is False:
+        del given["logprobs"]
     _refuse_mixed_lists(given)
     if "messages" in given:
         given["messages"] = _without_nulls(given["messages"])
@@ -207,9 +266,15 @@ def _refuse_mixed_lists(given: dict[object, object]) -> None:
     pydantic would collect a complaint for every element and every form that a prompt may have: seconds and gigabytes
     for a body of a few hundred kilobytes.
     """
-    for field, most in (("stop", MAX_STOP_STRINGS), ("messages", MAX_MESSAGES)):
+    limits = {
+        "stop": MAX_STOP_STRINGS,
+        "messages": MAX_MESSAGES,
+        "logit_bias": MAX_BIASES,
+        "stop_token_ids": MAX_STOP_TOKENS,
+    }
+    for field, most in limits.items():
         value = given.get(field)
-        if isinstance(value, list) and len(value) > most:
+        if isinstance(value, list | dict) and len(value) > most:
             raise InvalidRequestError(f"{field} holds {len(value)} entries; at most {most} are allowed", param=field)
     prompt = given.get("prompt")
     if not isinstance(prompt, list) or not prompt:
@@ -261,10 +326,9 @@ _UNION_TAGS = frozenset({"str", "int", "TextPart"})
 
 KNOWN_FIELDS = frozenset(
     {
-        "audio", "best_of", "echo", "frequency_penalty", "function_call", "functions", "logit_bias", "logprobs",
-        "metadata", "min_tokens", "modalities", "n", "parallel_tool_calls", "prediction", "presence_penalty",
-        "prompt_cache_key", "reasoning_effort", "repetition_penalty", "response_format", "safety_identifier",
-        "service_tier", "stop_token_ids", "store", "suffix", "tool_choice", "tools", "top_logprobs", "user",
+        "audio", "best_of", "echo", "function_call", "functions", "logprobs", "metadata", "modalities", "n",
+        "parallel_tool_calls", "prediction", "prompt_cache_key", "reasoning_effort", "response_format",
+        "safety_identifier", "service_tier", "store", "suffix", "tool_choice", "tools", "top_logprobs", "user",
         "verbosity", "web_search_options",
     }
 )  # fmt: skip

@@ -8,6 +8,7 @@ controller says that the worker is gone, it ends with WorkerLostError. Replays a
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 
 from pdserve.cluster.base.errors import (
     ChannelClosedError,
@@ -103,15 +104,12 @@ class RequestStream:
 def _cut(delta: TokenDelta, known: int) -> TokenDelta:
     if known <= 0:
         return delta
-    return TokenDelta(
-        request_id=delta.request_id,
-        attempt=delta.attempt,
-        sample=delta.sample,
+    return replace(
+        delta,
         index=delta.index + min(known, len(delta.token_ids)),
         token_ids=delta.token_ids[known:],
-        finish_reason=delta.finish_reason,
-        error=delta.error,
-        num_cached_tokens=delta.num_cached_tokens,
+        logprobs=delta.logprobs[known:],
+        prompt_logprobs=(),
     )
 
 

@@ -3,7 +3,8 @@
 import math
 
 from pdserve.cluster.base.errors import InvalidRequestError, OverloadedError, PdserveError, RetryableError
-from pdserve.router.answers import Json, error_body
+from pdserve.router.answers import error_body
+from pdserve.router.json_types import Json
 
 
 def describe_error(error: Exception) -> tuple[int, Json, dict[str, str]]:

@@ -9,7 +9,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +24,23 @@ from pdserve.cluster.base.errors import EngineError, InvalidRequestError, Pdserv
 from pdserve.cluster.base.ids import IngressId, RequestId
 from pdserve.cluster.base.logs import configure_logging
 from pdserve.cluster.base.metrics import IngressMetrics, merge_metrics
-from pdserve.cluster.base.request import FinishReason, SamplingParams
 from pdserve.cluster.base.request import Request as EngineRequest
+from pdserve.cluster.base.request import SamplingParams
 from pdserve.cluster.base.timeline import Timelines
 from pdserve.cluster.base.wire import ChannelSettings
 from pdserve.cluster.base.worker_info import Endpoint
 from pdserve.router.answering import AnswerPlan, Answers
-from pdserve.router.answers import ChatShape, CompletionShape, Shape, error_body, model_list
+from pdserve.router.answers import (
+    ChatShape,
+    CompletionShape,
+    Scoring,
+    Shape,
+    WholeChoice,
+    error_body,
+    model_list,
+)
 from pdserve.router.api import GenerationBody, parse_chat, parse_completion
+from pdserve.router.choice import ChoicePlan
 from pdserve.router.dispatch import Dispatcher
 from pdserve.router.http_errors import describe_error
 from pdserve.router.replay import Replayer, ReplaySettings
@@ -154,8 +163,13 @@ class _Service:
         self._check_model(body.model)
         base = _draw_id(CompletionShape.id_prefix)
         requests = await asyncio.to_thread(self._completion_requests, base, body.prompts, body)
-        shape = CompletionShape(base, self._settings.served_name, int(time.time()))
-        plan = AnswerPlan(requests=requests, stops=body.stop_strings, endpoint=shape.endpoint, start_time=start_time)
+        scoring = Scoring(tokens=self._tokenizer, num_logprobs=body.num_logprobs)
+        shape = CompletionShape(base, self._settings.served_name, int(time.time()), scoring)
+        choices = [
+            self._choice_plan(request, body, body.stop_strings, prompt)
+            for request, prompt in zip(requests, body.prompts, strict=True)
+        ]
+        plan = AnswerPlan(requests=requests, choices=choices, endpoint=shape.endpoint, start_time=start_time)
         return await self._answer(plan, shape, body)
 
     async def chat(self, request: Request) -> Response:
@@ -169,8 +183,10 @@ class _Service:
         base = _draw_id(ChatShape.id_prefix)
         requests = [self._engine_request(base, ids, body, None, "messages")]
         stops = body.stop_strings if tokenizer.has_chat_template else (*body.stop_strings, FALLBACK_STOP)
-        shape = ChatShape(base, self._settings.served_name, int(time.time()))
-        plan = AnswerPlan(requests=requests, stops=stops, endpoint=shape.endpoint, start_time=start_time)
+        scoring = Scoring(tokens=tokenizer, num_logprobs=body.num_logprobs)
+        shape = ChatShape(base, self._settings.served_name, int(time.time()), scoring)
+        choices = [self._choice_plan(request, body, stops, "") for request in requests]
+        plan = AnswerPlan(requests=requests, choices=choices, endpoint=shape.endpoint, start_time=start_time)
         return await self._answer(plan, shape, body)
 
     async def models(self) -> Response:
@@ -256,20 +272,52 @@ class _Service:
         self, request_id: RequestId, ids: tuple[int, ...], body: GenerationBody, default_tokens: int | None, param: str
     ) -> EngineRequest:
         seed = body.seed if body.seed is not None else secrets.randbits(63)
+        self._tokenizer.check_token_ids(body.stop_token_ids or (), "stop_token_ids")
+        self._tokenizer.check_token_ids((bias.token_id for bias in body.biases), "logit_bias")
+        # To score a prompt alone, one token is sampled and dropped.
+        limit = 1 if body.token_limit == 0 else body.token_limit
+        max_tokens = self._tokenizer.output_limit(len(ids), limit, default_tokens, param)
+        min_tokens = body.min_tokens or 0
+        if min_tokens > max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens is {min_tokens}; {max_tokens} tokens can be generated", param="min_tokens"
+            )
         return EngineRequest(
             request_id=request_id,
             attempt=0,
             prompt_token_ids=ids,
             cache_salt=body.cache_salt or "",
             sampling=SamplingParams(
-                max_tokens=self._tokenizer.output_limit(len(ids), body.token_limit, default_tokens, param),
+                max_tokens=max_tokens,
                 temperature=1.0 if body.temperature is None else body.temperature,
                 top_k=max(0, body.top_k or 0),
                 top_p=1.0 if body.top_p is None else body.top_p,
                 min_p=body.min_p or 0.0,
                 seed=seed % 2**64,
+                frequency_penalty=body.frequency_penalty or 0.0,
+                presence_penalty=body.presence_penalty or 0.0,
+                repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+                logit_bias=body.biases,
+                min_tokens=min_tokens,
+                stop_token_ids=tuple(body.stop_token_ids or ()),
                 ignore_eos=bool(body.ignore_eos),
+                num_logprobs=body.num_logprobs,
+                num_prompt_logprobs=body.num_logprobs if body.has_echo else None,
             ),
+        )
+
+    def _choice_plan(
+        self, request: EngineRequest, body: GenerationBody, stops: Sequence[str], prompt: str | list[int]
+    ) -> ChoicePlan:
+        echo = None
+        if body.has_echo:
+            echo = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+        return ChoicePlan(
+            prompt_token_ids=request.prompt_token_ids,
+            stops=stops,
+            min_tokens=request.sampling.min_tokens,
+            echo=echo,
+            has_output=body.token_limit != 0,
         )
 
     async def _answer(self, plan: AnswerPlan, shape: Shape, body: GenerationBody) -> Response:
@@ -280,12 +328,13 @@ class _Service:
             events = stream_events(answer, shape, wants_usage=body.wants_usage_chunk)
             return ClosingStream(events, answer.close)
         try:
-            texts = ["" for _ in answer.choices]
-            reasons = [FinishReason.ERROR for _ in answer.choices]
+            choices = [WholeChoice() for _ in answer.choices]
             async for item in answer.pieces():
-                texts[item.index] += item.piece.text
-                reasons[item.index] = item.piece.finish_reason or reasons[item.index]
-            return JSONResponse(shape.whole(list(zip(texts, reasons, strict=True)), answer.usage))
+                choice, piece = choices[item.index], item.piece
+                choice.text += piece.text
+                choice.scores += piece.scores
+                choice.finish_reason = piece.finish_reason or choice.finish_reason
+            return JSONResponse(shape.whole(choices, answer.usage))
         finally:
             answer.close()
 

@@ -9,8 +9,9 @@ from starlette.types import Receive, Scope, Send
 
 from pdserve.cluster.base.errors import PdserveError
 from pdserve.router.answering import Answer
-from pdserve.router.answers import Json, Shape
+from pdserve.router.answers import Shape
 from pdserve.router.http_errors import describe_error
+from pdserve.router.json_types import Json
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +31,8 @@ async def stream_events(answer: Answer, shape: Shape, *, wants_usage: bool) -> A
     try:
         async for item in answer.pieces():
             piece = item.piece
-            if piece.text:
-                yield _event(shape.chunk(item.index, piece.text, None))
+            if piece.text or piece.scores:
+                yield _event(shape.chunk(item.index, piece.text, None, piece.scores))
             if piece.finish_reason is not None:
                 yield _event(shape.chunk(item.index, "", piece.finish_reason))
     except Exception as error:

@@ -5,7 +5,8 @@ is that token, in prompts and messages alike (as in transformers); a model witho
 fallback below.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from jinja2.exceptions import TemplateError
@@ -19,6 +20,19 @@ FALLBACK_STOP = "\nUser:"
 """Ends an answer under the fallback: a base model would go on with the user's next turn."""
 
 
+BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return the byte of each character of byte-level BPE (GPT-2): printable bytes are themselves."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_alphabet()
+
+
 class Tokenizer:
     """The tokenizer of one model."""
 
@@ -28,6 +42,8 @@ class Tokenizer:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._bos_token_id: int | None = self._tokenizer.bos_token_id
+        self._special_ids = frozenset(self._tokenizer.all_special_ids)
+        self._is_byte_level = "ByteLevel" in str(self._backend.decoder)
 
     @property
     def max_model_len(self) -> int:
@@ -44,6 +60,27 @@ class Tokenizer:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=True)
         return text
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what one token adds to a text; a control token's name, and the space that some tokens begin with."""
+        token: str | None = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._special_ids:
+            return token.encode()
+        if self._is_byte_level:
+            return bytes(BYTE_OF[character] for character in token if character in BYTE_OF)
+        if BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("\u2581", " ").encode()
+
+    def check_token_ids(self, token_ids: Iterable[int], param: str) -> None:
+        """Raise InvalidRequestError if one is outside the vocabulary."""
+        for token_id in token_ids:
+            if not 0 <= token_id < self._vocab_size:
+                raise InvalidRequestError(
+                    f"{param} holds token id {token_id}; the vocabulary is 0 to {self._vocab_size - 1}", param=param
+                )
+
     def encode_prompt(self, prompt: str | list[int], param: str = "prompt") -> tuple[int, ...]:
         """Return the ids of a completion prompt. Raises InvalidRequestError naming `param`."""
         if isinstance(prompt, str):
@@ -55,11 +92,7 @@ class Tokenizer:
                 ids = ids[1:]
         else:
             ids = prompt
-            for token_id in ids:
-                if not 0 <= token_id < self._vocab_size:
-                    raise InvalidRequestError(
-                        f"{param} holds token id {token_id}; the vocabulary is 0 to {self._vocab_size - 1}", param=param
-                    )
+            self.check_token_ids(ids, param)
         if not ids:
             raise InvalidRequestError(f"{param} is empty", param=param)
         return tuple(ids)

@@ -20,11 +20,35 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBias:
+    """What is added to a token's logit."""
+
+    token_id: int
+    bias: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """A token and the natural logarithm of its probability."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """The token at one place of a text, and the most likely ones there, likeliest first."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to draw tokens.
 
-    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. `seed` is always set: where the client
-    gives none the ingress draws one, so that a replay draws the same tokens.
+    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off, penalties at 0 (repetition: 1). `seed` is always set:
+    where the client gives none the ingress draws one, so that a replay draws the same tokens.
     """
 
     max_tokens: int
@@ -33,8 +57,18 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[TokenBias, ...] = ()
+    min_tokens: int = 0
+    """No end of sequence and no stop token before this many tokens."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    num_logprobs: int | None = None
+    """Most likely tokens to report with each output token; None reports nothing."""
+    num_prompt_logprobs: int | None = None
+    """The same for each prompt token but the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,3 +107,7 @@ class TokenDelta:
     is_retryable: bool = False
     num_cached_tokens: int = 0
     """Prompt tokens that were not computed because their KV was cached."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per token id, if they were asked for."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per prompt token from the second on, with the first output token, if they were asked for."""

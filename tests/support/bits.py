@@ -10,7 +10,7 @@ from pdserve.cluster.base.clock import ManualClock
 from pdserve.cluster.base.request import Request
 from pdserve.workers.assembly import AssembledEngine, kv_layout
 from pdserve.workers.engine.engine import Engine
-from pdserve.workers.engine.plan import Int32, StepPlan
+from pdserve.workers.engine.plan import StepOutput, StepPlan
 from pdserve.workers.engine.sampler import sample_rows
 from pdserve.workers.engine.scheduler import SchedulerSettings
 from pdserve.workers.kv.store import KVStore
@@ -32,15 +32,15 @@ class RecordingRunner:
         """See ModelRunner."""
         self._runner.bind_thread()
 
-    def execute(self, plan: StepPlan, on_layer: OnLayer | None = None) -> Int32:
+    def execute(self, plan: StepPlan, on_layer: OnLayer | None = None) -> StepOutput:
         """See ModelRunner."""
         logits = self._runner.logits(plan, on_layer).numpy()
         for row, (seed, position) in enumerate(zip(plan.sampling.seed, plan.sampling.position, strict=True)):
             self.logits[int(seed), int(position)] = logits[row].copy()
-        return sample_rows(logits, plan.sampling, np.arange(len(logits)))
+        return StepOutput(token_ids=sample_rows(logits, plan.sampling, np.arange(len(logits))))
 
 
-def recording_engine(
+def plain_engine(
     assembled: AssembledEngine,
     *,
     block_size: int = 16,
@@ -48,7 +48,7 @@ def recording_engine(
     max_running: int = 64,
     threads: int = 1,
     num_blocks: int = 96,
-) -> tuple[Engine, RecordingRunner, KVStore]:
+) -> Engine:
     """Return a fresh engine over the same loaded model; its KV is NaN wherever nothing was written."""
     model = assembled.model
     layout = kv_layout(model.spec, block_size, model_digest=model.digest)
@@ -56,9 +56,9 @@ def recording_engine(
     store = KVStore(layout, num_blocks=counts, device=torch.device("cpu"))
     for layer in range(model.spec.num_layers):
         store.layer(layer).fill_(float("nan"))  # a read of anything not written shows
-    runner = RecordingRunner(TransformerRunner(model, store, num_threads=threads))
+    runner = TransformerRunner(model, store, num_threads=threads)
     runner.bind_thread()
-    engine = Engine(
+    return Engine(
         SchedulerSettings(
             block_size=block_size,
             max_running=max_running,
@@ -71,7 +71,16 @@ def recording_engine(
         num_blocks=counts,
         clock=ManualClock(),
     )
-    return engine, runner, store
+
+
+def recording_engine(assembled: AssembledEngine, **limits: int) -> tuple[Engine, RecordingRunner, KVStore]:
+    """Return such an engine that records logits, with its recorder and its store."""
+    engine = plain_engine(assembled, **limits)
+    assert isinstance(engine.runner, TransformerRunner)
+    store = engine.runner.store
+    recorder = RecordingRunner(engine.runner)
+    engine.runner = recorder
+    return engine, recorder, store
 
 
 def record(

@@ -73,7 +73,7 @@ def make_request(
     attempt: int = 0,
     resume: Sequence[int] = (),
     ignore_eos: bool = True,
-    **sampling: float,
+    **sampling: object,
 ) -> Request:
     """Return a request; greedy unless a temperature is given."""
     params = SamplingParams(

@@ -5,7 +5,7 @@ import threading
 
 from pdserve.kvtransfer.layout import ChunkRange
 from pdserve.workers.engine.engine import Engine
-from pdserve.workers.engine.plan import Int32, StepPlan
+from pdserve.workers.engine.plan import Int32, StepOutput, StepPlan
 from pdserve.workers.kv.copy import BlockCopier
 from pdserve.workers.kv.store import KVStore
 from pdserve.workers.model.digest import DigestModel, DigestRunner
@@ -28,7 +28,7 @@ class GatedRunner(DigestRunner):
         self.fails_after_layers = False
         self.num_layers_done = 0
 
-    def execute(self, plan: StepPlan, on_layer: OnLayer | None = None) -> Int32:
+    def execute(self, plan: StepPlan, on_layer: OnLayer | None = None) -> StepOutput:
         """See ModelRunner.execute."""
         assert self.gate.wait(GATE_S), "the test never opened the gate"
         if self.fails:

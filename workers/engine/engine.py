@@ -77,8 +77,8 @@ class Engine:
         start_time = self._clock.now()
         exports = self.exports
         has_exports = exports is not None and exports.begin_step(self.scheduler.planned_prefills())
-        token_ids = self.runner.execute(plan, exports.layer_done if exports is not None and has_exports else None)
-        deltas = self.scheduler.update(token_ids)
+        output = self.runner.execute(plan, exports.layer_done if exports is not None and has_exports else None)
+        deltas = self.scheduler.update(output)
         self.times.observe(self._clock.now() - start_time)
         self.num_steps += 1
         return deltas

@@ -9,10 +9,53 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pdserve.cluster.base.request import TokenLogprobs
+
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 UInt64 = NDArray[np.uint64]
+Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRules:
+    """How one row's logits are changed; see logit_rules.apply_rules. Ids are distinct within an array."""
+
+    repetition: float
+    seen_ids: Int32
+    """Tokens of prompt and output; empty without a repetition penalty."""
+    frequency: float
+    presence: float
+    output_ids: Int32
+    output_counts: Int32
+    bias_ids: Int32
+    biases: Float32
+    banned_ids: Int32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredTokens:
+    """Prompt tokens whose log probability is wanted, Q of them, over all rows."""
+
+    tokens: Int32
+    """[Q] the token (of T) after which each stands."""
+    targets: Int32
+    """[Q] its id."""
+    num_top: Int32
+    """[Q] most likely tokens to report with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """What a step produced."""
+
+    token_ids: Int32
+    """[S] one token per sampled row."""
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    """S entries, None where not asked for; empty if nobody asked."""
+    scores: tuple[TokenLogprobs, ...] = ()
+    """One per scored token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +69,10 @@ class SamplingArrays:
     seed: UInt64
     position: Int64
     """Output index of the token to draw: the counter of the row's random stream."""
+    num_logprobs: Int32
+    """Most likely tokens to report; -1 reports nothing."""
+    rules: tuple[tuple[int, RowRules], ...] = ()
+    """(row of these arrays, rules) of the rows whose logits are changed before a token is taken."""
 
     @property
     def is_greedy(self) -> NDArray[np.bool_]:
@@ -49,6 +96,7 @@ class StepPlan:
     sample_rows: Int32
     """[S] rows whose last token is sampled from."""
     sampling: SamplingArrays
+    scored: ScoredTokens | None = None
 
     @property
     def num_tokens(self) -> int:

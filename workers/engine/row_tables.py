@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdserve.cluster.base.request import SamplingParams
-from pdserve.workers.engine.plan import Int32, Int64, SamplingArrays
+from pdserve.workers.engine.plan import Int32, Int64, RowRules, SamplingArrays
 
 
 class RowTables:
@@ -22,6 +22,7 @@ class RowTables:
         self._top_p = np.ones(num_rows)
         self._min_p = np.zeros(num_rows)
         self._seed = np.zeros(num_rows, np.uint64)
+        self._num_logprobs = np.full(num_rows, -1, np.int32)
 
     def take_row(self) -> int | None:
         """Take a free row; None if there is none. `return_row` gives it back. From any thread."""
@@ -37,6 +38,7 @@ class RowTables:
         self._top_p[row] = sampling.top_p
         self._min_p[row] = sampling.min_p
         self._seed[row] = sampling.seed
+        self._num_logprobs[row] = -1 if sampling.num_logprobs is None else sampling.num_logprobs
 
     @property
     def has_free_row(self) -> bool:
@@ -55,7 +57,9 @@ class RowTables:
         """Return one [len(rows), num_columns] table per group."""
         return tuple(table[rows, :num_columns] for table in self._tables)
 
-    def sampling(self, rows: NDArray[np.intp], positions: Int64) -> SamplingArrays:
+    def sampling(
+        self, rows: NDArray[np.intp], positions: Int64, rules: tuple[tuple[int, RowRules], ...]
+    ) -> SamplingArrays:
         """Return the sampling parameters of `rows`; `positions` are the output indexes to draw."""
         return SamplingArrays(
             temperature=self._temperature[rows],
@@ -64,6 +68,8 @@ class RowTables:
             min_p=self._min_p[rows],
             seed=self._seed[rows],
             position=positions,
+            num_logprobs=self._num_logprobs[rows],
+            rules=rules,
         )
 
     def validate(self, *, num_taken: int) -> None:

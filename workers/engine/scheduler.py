@@ -22,9 +22,10 @@ from pdserve.cluster.base.errors import InvalidRequestError, OverloadedError
 from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.kv_layout import KVLayout
 from pdserve.cluster.base.prefix_hash import PrefixHash, PrefixIdentity, extend_chain
-from pdserve.cluster.base.request import FinishReason, Request, TokenDelta
+from pdserve.cluster.base.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from pdserve.workers.engine.block_pool import NO_BLOCK, BlockLists, BlockPool, Counts
-from pdserve.workers.engine.plan import Int32, StepPlan
+from pdserve.workers.engine.logit_rules import LogitRules, has_rules
+from pdserve.workers.engine.plan import Int32, ScoredTokens, StepOutput, StepPlan
 from pdserve.workers.engine.prefix_cache import FirstBlocks
 from pdserve.workers.engine.reservation import Reservation, Reservations
 from pdserve.workers.engine.row_tables import RowTables
@@ -81,6 +82,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._sequences: dict[Key, Sequence] = {}
         self._planned: dict[Sequence, int] = {}
+        self._scored: list[Sequence] = []
         self._groups = range(pool.num_groups)
         self._window_groups = [group for group in range(pool.num_groups) if self._firsts.has_window(group)]
         self._tables = RowTables(
@@ -178,6 +180,7 @@ class Scheduler:
             request,
             num_groups=self._pool.num_groups,
             root=self._identity.root(salt=request.cache_salt),
+            rules=self._rules_of(request),
             arrival_no=self._num_arrivals,
             arrival_time=self._clock.now(),
             is_prefill_only=is_prefill_only,
@@ -186,6 +189,13 @@ class Scheduler:
         self._sequences[request.request_id, request.attempt] = sequence
         self.num_queued_prompt_tokens += sequence.num_remaining_tokens
         return sequence
+
+    def _rules_of(self, request: Request) -> LogitRules | None:
+        sampling = request.sampling
+        if not has_rules(sampling):
+            return None
+        ends = () if sampling.ignore_eos else self._settings.eos_token_ids
+        return LogitRules(sampling, request.prompt_token_ids, request.resume_token_ids, ends)
 
     def abort(self, request_id: RequestId, attempt: int) -> bool:
         """Drop a request and free its blocks; False if it is not here. Called between steps only."""
@@ -214,10 +224,13 @@ class Scheduler:
             budget -= num_scheduled
         return self._build_plan() if self._planned else None
 
-    def update(self, token_ids: Int32) -> list[TokenDelta]:
-        """Take the sampled tokens of the last plan, in its row order; return what is new, endings included."""
+    def update(self, output: StepOutput) -> list[TokenDelta]:
+        """Take what the last plan produced, in its order; return what is new, endings included."""
         deltas = []
-        sampled = iter(token_ids)
+        tokens = iter(output.token_ids.tolist())
+        logprobs = iter(output.logprobs)
+        for sequence, score in zip(self._scored, output.scores, strict=True):
+            sequence.prompt_logprobs.append(score)
         planned, self._planned = self._planned, {}
         for sequence, num_scheduled in planned.items():
             num_prompt_left = max(0, sequence.num_prompt_tokens - sequence.num_computed_tokens)
@@ -227,10 +240,10 @@ class Scheduler:
             self._publish(sequence)
             self._leave_window(sequence)
             if sequence.num_remaining_tokens == 0:
-                deltas.append(self._take(sequence, int(next(sampled))))
+                deltas.append(self._take(sequence, next(tokens), next(logprobs, None)))
         return deltas
 
-    def _take(self, sequence: Sequence, token_id: int) -> TokenDelta:
+    def _take(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> TokenDelta:
         request = sequence.request
         index = sequence.num_output_tokens
         sequence.append(token_id)
@@ -247,6 +260,8 @@ class Scheduler:
             token_ids=(token_id,),
             finish_reason=reason,
             num_cached_tokens=sequence.num_cached_tokens if index == sequence.num_resume_tokens else 0,
+            logprobs=() if logprobs is None else (logprobs,),
+            prompt_logprobs=tuple(sequence.prompt_logprobs) if index == 0 else (),
         )
 
     def _publish(self, sequence: Sequence, first_whole: Counts | None = None) -> None:
@@ -361,7 +376,8 @@ class Scheduler:
 
     def _take_prefix(self, sequence: Sequence) -> None:
         """Take over what the prefix cache holds of a sequence that has a slot; its last token is always computed."""
-        if not self._settings.has_prefix_cache:
+        # A prompt that is scored needs the hidden state of each of its tokens.
+        if not self._settings.has_prefix_cache or sequence.num_unscored_tokens:
             return
         names = sequence.names(sequence.num_tokens - 1, self._settings.block_size)
         sequence.blocks = self._pool.acquire_prefix(names, self._firsts)
@@ -451,14 +467,45 @@ class Scheduler:
         )
         samples = [row for row, (sequence, length) in enumerate(rows) if length == sequence.num_remaining_tokens]
         slots = np.fromiter((sequence.slot for sequence, _ in rows), np.intp, len(rows))
-        outputs = np.fromiter((rows[row][0].num_output_tokens for row in samples), np.int64, len(samples))
+        sampled = [rows[row][0] for row in samples]
+        outputs = np.fromiter((sequence.num_output_tokens for sequence in sampled), np.int64, len(samples))
+        rules = tuple(
+            (place, sequence.rules.row(sequence.num_output_tokens))
+            for place, sequence in enumerate(sampled)
+            if sequence.rules is not None
+        )
         return StepPlan(
             token_ids=token_ids,
             positions=positions,
             row_starts=row_starts,
             block_tables=self._tables.block_tables(slots, max(len(sequence.blocks[0]) for sequence, _ in rows)),
             sample_rows=np.array(samples, np.int32),
-            sampling=self._tables.sampling(slots[samples], outputs),
+            sampling=self._tables.sampling(slots[samples], outputs, rules),
+            scored=self._scored_tokens(row_starts),
+        )
+
+    def _scored_tokens(self, row_starts: Int32) -> ScoredTokens | None:
+        """Return the prompt tokens of the plan whose log probability is wanted, and remember whose they are."""
+        self._scored = []
+        tokens: list[int] = []
+        targets: list[int] = []
+        for row, (sequence, num_scheduled) in enumerate(self._planned.items()):
+            if not sequence.num_unscored_tokens:
+                continue
+            first = sequence.num_computed_tokens
+            # The state of a token scores the one behind it; what an earlier admission has scored is kept.
+            start = max(first, len(sequence.prompt_logprobs))
+            end = min(first + num_scheduled, sequence.num_prompt_tokens - 1)
+            for place in range(start, end):
+                tokens.append(int(row_starts[row]) + place - first)
+                targets.append(int(sequence.tokens[place + 1]))
+                self._scored.append(sequence)
+        if not tokens:
+            return None
+        return ScoredTokens(
+            tokens=np.array(tokens, np.int32),
+            targets=np.array(targets, np.int32),
+            num_top=np.array([sequence.request.sampling.num_prompt_logprobs for sequence in self._scored], np.int32),
         )
 
     def planned_prefills(self) -> list[PlannedPrefill]:

@@ -13,7 +13,8 @@ from enum import StrEnum
 import numpy as np
 
 from pdserve.cluster.base.prefix_hash import PrefixHash, extend_chain
-from pdserve.cluster.base.request import Request
+from pdserve.cluster.base.request import Request, TokenLogprobs
+from pdserve.workers.engine.logit_rules import LogitRules
 
 
 class SequenceState(StrEnum):
@@ -42,8 +43,10 @@ class Sequence:
         "num_published_blocks",
         "num_resume_tokens",
         "num_tokens",
+        "prompt_logprobs",
         "request",
         "root",
+        "rules",
         "slot",
         "state",
         "tokens",
@@ -55,6 +58,7 @@ class Sequence:
         *,
         num_groups: int,
         root: PrefixHash,
+        rules: LogitRules | None,
         arrival_no: int,
         arrival_time: float,
         is_prefill_only: bool = False,
@@ -80,6 +84,8 @@ class Sequence:
         self.num_published_blocks = 0
         self.num_cached_tokens = 0
         self.num_lost_tokens = 0
+        self.rules = rules
+        self.prompt_logprobs: list[TokenLogprobs] = []
 
     @property
     def num_output_tokens(self) -> int:
@@ -91,6 +97,13 @@ class Sequence:
         """Known tokens whose KV is not computed yet; 1 means the sequence decodes."""
         return self.num_tokens - self.num_computed_tokens
 
+    @property
+    def num_unscored_tokens(self) -> int:
+        """Prompt tokens whose log probability is still wanted."""
+        if self.request.sampling.num_prompt_logprobs is None or self.num_resume_tokens:
+            return 0
+        return self.num_prompt_tokens - 1 - len(self.prompt_logprobs)
+
     def names(self, num_tokens: int, block_size: int) -> list[PrefixHash]:
         """Return the names of the whole blocks of the first `num_tokens`."""
         extend_chain(self.chain, self.root, self.tokens, num_tokens, block_size)
@@ -100,6 +113,8 @@ class Sequence:
         """Add a sampled token."""
         self.tokens[self.num_tokens] = token_id
         self.num_tokens += 1
+        if self.rules is not None:
+            self.rules.append(token_id)
 
 
 def worst_case_tokens(request: Request) -> int:

@@ -192,6 +192,8 @@ class SinkService:
 
     def _is_quicker_here(self, request: Request, names: list[PrefixHash]) -> bool:
         """True if this worker holds a part of the prompt, and computes the rest in a step."""
+        if request.sampling.num_prompt_logprobs is not None:
+            return False
         num_held = self._scheduler.num_cached_now(names)
         num_left = len(request.prompt_token_ids) + len(request.resume_token_ids) - num_held
         return num_held > 0 and num_left <= self._scheduler.max_batch_tokens

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pdserve.cluster.base.kv_layout import GroupLayout, KVLayout
 from pdserve.cluster.base.request import Request
-from pdserve.workers.engine.plan import Int32, Int64, StepPlan
+from pdserve.workers.engine.plan import Int32, Int64, StepOutput, StepPlan
 from pdserve.workers.engine.sampler import philox_uniform
 from pdserve.workers.kv.store import KVStore
 
@@ -114,8 +114,11 @@ class DigestRunner:
     def bind_thread(self) -> None:
         """Nothing to set: this runner has no threads."""
 
-    def execute(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> Int32:
-        """See ModelRunner.execute."""
+    def execute(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> StepOutput:
+        """See ModelRunner.execute. There are no logits: rules and log probabilities are refused."""
+        assert not plan.sampling.rules, "the digest model has no logits to change"
+        assert plan.scored is None, "the digest model has no log probabilities"
+        assert (plan.sampling.num_logprobs < 0).all(), "the digest model has no log probabilities"
         rows = np.repeat(np.arange(plan.num_rows), np.diff(plan.row_starts))
         numbers, offsets = plan.positions // self._block_size, plan.positions % self._block_size
         for group, layers in enumerate(self._groups):
@@ -125,7 +128,8 @@ class DigestRunner:
                 self._layers[layer][blocks, :, :, offsets] = values[:, place]
                 if on_layer is not None:
                     on_layer(layer)
-        return np.array([self._sample(plan, index, int(row)) for index, row in enumerate(plan.sample_rows)], np.int32)
+        tokens = [self._sample(plan, index, int(row)) for index, row in enumerate(plan.sample_rows)]
+        return StepOutput(token_ids=np.array(tokens, np.int32))
 
     def _sample(self, plan: StepPlan, index: int, row: int) -> int:
         length = int(plan.positions[plan.row_starts[row + 1] - 1]) + 1

@@ -7,12 +7,20 @@ logits. Ties break by the lower token id. The tile size is fixed, so a row's res
 import numba
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from pdserve.workers.engine.plan import Int32, SamplingArrays
+from pdserve.cluster.base.request import TokenLogprobs
+from pdserve.workers.engine.logit_rules import apply_rules
+from pdserve.workers.engine.logprobs import logprobs_of
+from pdserve.workers.engine.plan import Float32, Int32, SamplingArrays, ScoredTokens, StepOutput
 from pdserve.workers.engine.sampler import sample_rows
 from pdserve.workers.model.linear import Linear
 
 VOCABULARY_TILE = 16384
+SCORED_ROWS = 16
+"""Rows of logits that are held at once to score a prompt."""
+
+Indexes = NDArray[np.intp]
 
 
 @numba.njit(nogil=True, fastmath={"nnan", "nsz"})
@@ -45,20 +53,58 @@ class Head:
         """Return fp32 logits [S, V] for hidden [S, H]."""
         return torch.cat([tile(hidden) for tile in self._tiles], dim=1)
 
-    def sample(self, hidden: torch.Tensor, sampling: SamplingArrays) -> Int32:
-        """Return one token id per row of hidden [S, H]."""
+    def sample(self, hidden: torch.Tensor, sampling: SamplingArrays) -> StepOutput:
+        """Return one token id per row of hidden [S, H], and log probabilities where they are asked for."""
         num_rows = hidden.shape[0]
-        drawn = np.flatnonzero(~sampling.is_greedy)
+        is_whole = ~sampling.is_greedy | (sampling.num_logprobs >= 0)
+        for row, _ in sampling.rules:
+            is_whole[row] = True
+        whole = np.flatnonzero(is_whole)
         largest = np.full(num_rows, -np.inf, np.float32)
         token_ids = np.zeros(num_rows, np.int32)
-        rows = np.empty((len(drawn), self._vocab_size), np.float32)
+        rows = np.empty((len(whole), self._vocab_size), np.float32)
         offset = 0
         for tile in self._tiles:
             logits = tile(hidden).cpu().numpy()
             _update_largest(logits, offset, largest, token_ids)
-            if len(drawn):
-                rows[:, offset : offset + tile.out_features] = logits[drawn]
+            if len(whole):
+                rows[:, offset : offset + tile.out_features] = logits[whole]
             offset += tile.out_features
+        if not len(whole):
+            return StepOutput(token_ids=token_ids)
+        return self._finish(rows, whole, token_ids, sampling)
+
+    def score(self, hidden: torch.Tensor, scored: ScoredTokens) -> tuple[TokenLogprobs, ...]:
+        """Return the log probability of each scored token; hidden [Q, H] are the states before them."""
+        scores: list[TokenLogprobs] = []
+        for start in range(0, len(scored.targets), SCORED_ROWS):
+            logits = self.logits(hidden[start : start + SCORED_ROWS]).cpu().numpy()
+            for row, target, num_top in zip(
+                logits, scored.targets[start:].tolist(), scored.num_top[start:].tolist(), strict=False
+            ):
+                scores.append(logprobs_of(row, target, num_top))
+        return tuple(scores)
+
+    def _finish(self, rows: Float32, whole: Indexes, token_ids: Int32, sampling: SamplingArrays) -> StepOutput:
+        """Take tokens from whole rows of logits; `whole` are their places among the sampled rows."""
+        rules = dict(sampling.rules)
+        wanted = sampling.num_logprobs[whole]
+        # Log probabilities are the model's own.
+        originals = {
+            place: rows[place].copy() for place, row in enumerate(whole) if wanted[place] >= 0 and row in rules
+        }
+        for place, row in enumerate(whole.tolist()):
+            if row in rules:
+                apply_rules(rows[place], rules[row])
+                token_ids[row] = rows[place].argmax()
+        drawn = np.flatnonzero(~sampling.is_greedy[whole])
         if len(drawn):
-            token_ids[drawn] = sample_rows(rows, sampling, drawn)
-        return token_ids
+            token_ids[whole[drawn]] = sample_rows(rows[drawn], sampling, whole[drawn])
+        if (wanted < 0).all():
+            return StepOutput(token_ids=token_ids)
+        logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
+        for place, row in enumerate(whole.tolist()):
+            if wanted[place] >= 0:
+                logits = originals.get(place, rows[place])
+                logprobs[row] = logprobs_of(logits, int(token_ids[row]), int(wanted[place]))
+        return StepOutput(token_ids=token_ids, logprobs=tuple(logprobs))

@@ -6,7 +6,7 @@ Owns the model and the KV store of a worker. Called by the engine thread only.
 import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numba
@@ -15,7 +15,7 @@ import torch
 
 from pdserve.cluster.base.worker_info import NumericsClass
 from pdserve.workers.attention.protocol import build_metadata
-from pdserve.workers.engine.plan import Int32, SamplingArrays, StepPlan
+from pdserve.workers.engine.plan import Int32, SamplingArrays, StepOutput, StepPlan
 from pdserve.workers.kv.store import KVStore
 from pdserve.workers.model.loader import LoadedModel
 
@@ -34,8 +34,8 @@ class ModelRunner(Protocol):
     def bind_thread(self) -> None:
         """Called once by the thread that will call execute."""
 
-    def execute(self, plan: StepPlan, on_layer: OnLayer | None = None) -> Int32:
-        """Compute the plan; return one token id per sampled row, [S].
+    def execute(self, plan: StepPlan, on_layer: OnLayer | None = None) -> StepOutput:
+        """Compute the plan; return one token per sampled row.
 
         `on_layer` is called with each layer's number once the KV of the step's tokens is in the store.
         """
@@ -61,6 +61,11 @@ class TransformerRunner:
         self._windows = tuple(group.window for group in model.spec.groups)
 
     @property
+    def store(self) -> KVStore:
+        """Where the KV of its steps goes."""
+        return self._store
+
+    @property
     def num_groups(self) -> int:
         """KV groups of the model."""
         return len(self._windows)
@@ -71,13 +76,17 @@ class TransformerRunner:
         numba.set_num_threads(min(self._num_threads, numba.config.NUMBA_NUM_THREADS))
         torch.set_num_threads(self._num_threads)
 
-    def execute(self, plan: StepPlan, on_layer: OnLayer | None = None) -> Int32:
+    def execute(self, plan: StepPlan, on_layer: OnLayer | None = None) -> StepOutput:
         """See ModelRunner.execute."""
         with torch.inference_mode():
             hidden = self._hidden(plan, on_layer)
-            if not len(plan.sample_rows):
-                return np.empty(0, np.int32)
-            return self._model.head.sample(hidden, plan.sampling)
+            num_sampled, head = len(plan.sample_rows), self._model.head
+            output = StepOutput(token_ids=np.empty(0, np.int32))
+            if num_sampled:
+                output = head.sample(hidden[:num_sampled], plan.sampling)
+            if plan.scored is not None:
+                output = replace(output, scores=head.score(hidden[num_sampled:], plan.scored))
+            return output
 
     def logits(self, plan: StepPlan, on_layer: OnLayer | None = None) -> torch.Tensor:
         """Compute the plan; return fp32 logits of its sampled rows, [S, V]. For tests and the self-test."""
@@ -87,7 +96,10 @@ class TransformerRunner:
     def _hidden(self, plan: StepPlan, on_layer: OnLayer | None = None) -> torch.Tensor:
         step = build_metadata(plan, self._windows, self._store.block_size)
         token_ids = torch.from_numpy(plan.token_ids).to(self._device, torch.long)
-        sample_tokens = torch.from_numpy(plan.row_starts[plan.sample_rows + 1] - 1).to(self._device, torch.long)
+        wanted = plan.row_starts[plan.sample_rows + 1] - 1
+        if plan.scored is not None:
+            wanted = np.concatenate([wanted, plan.scored.tokens])
+        sample_tokens = torch.from_numpy(wanted).to(self._device, torch.long)
         return self._model.decoder.forward(token_ids, step, self._store, sample_tokens, on_layer)
 
     def self_test(self) -> Numerics:
@@ -172,6 +184,7 @@ class TransformerRunner:
                 min_p=zeros,
                 seed=zeros.astype(np.uint64),
                 position=zeros.astype(np.int64),
+                num_logprobs=np.full(len(rows), -1, np.int32),
             ),
         )
 

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from pdserve.cluster.base.errors import InvalidRequestError
-from pdserve.router.api import KNOWN_FIELDS, parse_chat, parse_completion
+from pdserve.router.api import KNOWN_FIELDS, ChatBody, CompletionBody, parse_chat, parse_completion
 
 COMPLETION = {"model": "m", "prompt": "hello"}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
@@ -27,6 +27,13 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
         ("stream", "yes"), ("stream", 1),
         ("stream_options", {"include_usage": True}), ("stream_options", 1),
         ("ignore_eos", "x"),
+        ("frequency_penalty", -2.1), ("presence_penalty", 100), ("frequency_penalty", float("nan")),
+        ("repetition_penalty", 0), ("repetition_penalty", -1), ("repetition_penalty", 11), ("repetition_penalty", "1"),
+        ("logit_bias", {"5": 101}), ("logit_bias", {"x": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", [1]),
+        ("logit_bias", {str(number): 1 for number in range(300_000)}), ("logit_bias", {"5": float("nan")}),
+        ("min_tokens", -1), ("min_tokens", "1"), ("min_tokens", 1.5),
+        ("stop_token_ids", [1.5]), ("stop_token_ids", 5), ("stop_token_ids", list(range(129))),
+        ("cache_salt", ""), ("cache_salt", 5), ("cache_salt", "x" * 1025),
         ("model", 5),
     ],
 )  # fmt: skip
@@ -82,10 +89,55 @@ def test_a_missing_field_is_named(field: str) -> None:
 
 @pytest.mark.parametrize("field", sorted(KNOWN_FIELDS))
 def test_parameters_that_are_not_supported_are_refused_by_name(field: str) -> None:
-    for parse, body in ((parse_completion, COMPLETION), (parse_chat, CHAT)):
+    for parse, kind, body in ((parse_completion, CompletionBody, COMPLETION), (parse_chat, ChatBody, CHAT)):
+        if field in kind.model_fields:
+            continue
         with pytest.raises(InvalidRequestError, match="is not supported") as caught:
             parse({**body, field: 7})
         assert (caught.value.param, caught.value.code) == (field, "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 0}, 0), ({"logprobs": True, "top_logprobs": 1}, 1),
+        ({"logprobs": True, "top_logprobs": 20}, 20), ({"logprobs": True, "top_logprobs": None}, 0),
+        ({"logprobs": False}, None), ({}, None),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"logprobs": False, "top_logprobs": 5}, "top_logprobs"), ({"top_logprobs": 5}, "top_logprobs"),
+        ({"logprobs": 5}, "logprobs"),
+    ],
+)  # fmt: skip
+def test_logprobs_of_chat(fields: dict[str, object], expected: int | str | None) -> None:
+    # known_faults B014
+    if isinstance(expected, str):
+        with pytest.raises(InvalidRequestError) as caught:
+            parse_chat({**CHAT, **fields})
+        assert caught.value.param == expected
+    else:
+        assert parse_chat({**CHAT, **fields}).num_logprobs == expected
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "expected"),
+    [(0, 0), (1, 1), (5, 5), (None, None), (False, None), (6, "logprobs"), (-1, "logprobs"), (True, "logprobs")],
+)
+def test_logprobs_of_completions(logprobs: object, expected: int | str | None) -> None:
+    # known_faults B014
+    if isinstance(expected, str):
+        with pytest.raises(InvalidRequestError) as caught:
+            parse_completion({**COMPLETION, "logprobs": logprobs})
+        assert caught.value.param == expected
+    else:
+        assert parse_completion({**COMPLETION, "logprobs": logprobs}).num_logprobs == expected
+
+
+def test_no_output_is_only_for_scoring_and_never_less_than_min_tokens() -> None:
+    assert parse_completion({**COMPLETION, "max_tokens": 0, "echo": True}).token_limit == 0
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_completion({**COMPLETION, "max_tokens": 5, "min_tokens": 6})
+    assert caught.value.param == "min_tokens"
 
 
 @pytest.mark.parametrize("field", ["kv_transfer_params", "min_tokenz", "prefill_host"])

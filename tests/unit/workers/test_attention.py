@@ -18,6 +18,7 @@ EMPTY = SamplingArrays(
     min_p=np.zeros(0),
     seed=np.zeros(0, np.uint64),
     position=np.zeros(0, np.int64),
+    num_logprobs=np.zeros(0, np.int32),
 )
 
 

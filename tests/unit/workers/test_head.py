@@ -24,6 +24,7 @@ def make_sampling(temperature: list[float]) -> SamplingArrays:
         min_p=np.zeros(rows),
         seed=np.arange(rows, dtype=np.uint64),
         position=np.zeros(rows, np.int64),
+        num_logprobs=np.full(rows, -1, np.int32),
     )
 
 
@@ -32,7 +33,7 @@ def test_greedy_is_the_argmax_of_all_tiles_and_draws_use_the_whole_row() -> None
     head = make_head(torch.randn(100, 24), 32)
     hidden = torch.randn(6, 24)
     sampling = make_sampling([0.0, 1.0, 0.0, 0.7, 0.0, 2.0])
-    found = head.sample(hidden, sampling)
+    found = head.sample(hidden, sampling).token_ids
     logits = head.logits(hidden)
     assert found[[0, 2, 4]].tolist() == logits[[0, 2, 4]].argmax(1).tolist()
     drawn = np.array([1, 3, 5])
@@ -43,5 +44,5 @@ def test_ties_over_tiles_break_by_token_id() -> None:
     weight = torch.zeros(96, 8)
     weight[[40, 70, 90]] = 1.0
     head = make_head(weight, 32)
-    assert head.sample(torch.ones(1, 8), make_sampling([0.0])).tolist() == [40]
-    assert head.sample(-torch.ones(1, 8), make_sampling([0.0])).tolist() == [0]
+    assert head.sample(torch.ones(1, 8), make_sampling([0.0])).token_ids.tolist() == [40]
+    assert head.sample(-torch.ones(1, 8), make_sampling([0.0])).token_ids.tolist() == [0]
