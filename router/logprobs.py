@@ -35,7 +35,10 @@ def completion_logprobs(entries: Sequence[ScoredText], tokens: TokenBytes, *, ha
         if entry.logprob is None or not has_top:
             tops.append(None)
             continue
-        top: Json = {_shown(tokens.token_bytes(item.token_id)): item.logprob for item in entry.top}
+        top: Json = {}
+        # Of several tokens with one text the likeliest counts.
+        for item in entry.top:
+            top.setdefault(_shown(tokens.token_bytes(item.token_id)), item.logprob)
         top.setdefault(text, entry.logprob)
         tops.append(top)
     return {

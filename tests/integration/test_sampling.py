@@ -175,6 +175,10 @@ async def test_everything_is_equal_disaggregated(assembled: AssembledEngine) -> 
         await eventually(lambda: any(link.state == "open" for link in sink.load().links), "linked")
         await eventually(lambda: replayer.dispatcher.has_worker, "connected")
         # Twice: the second time prefixes are cached on both sides.
-        for _ in range(2):
-            found = await asyncio.gather(*(outcome_of(replayer, request) for request in requests))
+        for turn in range(2):
+            named = [
+                replace(request, request_id=make_request(f"{turn}/{request.request_id}", [0]).request_id)
+                for request in requests
+            ]
+            found = await asyncio.gather(*(outcome_of(replayer, request) for request in named))
             assert list(found) == expected
