@@ -64,6 +64,8 @@ class GenerationBody(BaseModel):
     logit_bias: dict[str, Bias] | None = None
     min_tokens: int | None = Field(default=None, ge=0)
     stop_token_ids: Tokens | None = Field(default=None, max_length=MAX_STOP_TOKENS)
+    priority: int | None = Field(default=None, ge=-(2**31), le=2**31 - 1)
+    user: str | None = Field(default=None, max_length=256)
     cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
 
     @model_validator(mode="after")
@@ -328,7 +330,7 @@ KNOWN_FIELDS = frozenset(
     {
         "audio", "best_of", "echo", "function_call", "functions", "logprobs", "metadata", "modalities", "n",
         "parallel_tool_calls", "prediction", "prompt_cache_key", "reasoning_effort", "response_format",
-        "safety_identifier", "service_tier", "store", "suffix", "tool_choice", "tools", "top_logprobs", "user",
+        "safety_identifier", "service_tier", "store", "suffix", "tool_choice", "tools", "top_logprobs",
         "verbosity", "web_search_options",
     }
 )  # fmt: skip

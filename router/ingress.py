@@ -286,6 +286,8 @@ class _Service:
             request_id=request_id,
             attempt=0,
             prompt_token_ids=ids,
+            priority=body.priority or 0,
+            tenant=body.user or "",
             cache_salt=body.cache_salt or "",
             sampling=SamplingParams(
                 max_tokens=max_tokens,

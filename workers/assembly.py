@@ -13,12 +13,13 @@ import psutil
 import torch
 
 from pdserve.cluster.base.clock import Clock
-from pdserve.cluster.base.config import EngineConfig, LinearKind
+from pdserve.cluster.base.config import EngineConfig, LinearKind, StrategyKind
 from pdserve.cluster.base.errors import ConfigError
 from pdserve.cluster.base.kv_layout import GroupLayout, KVLayout
 from pdserve.workers.engine.engine import Engine
-from pdserve.workers.engine.scheduler import SchedulerSettings
+from pdserve.workers.engine.scheduler import SchedulerSettings, VictimPolicy
 from pdserve.workers.engine.sequence import blocks_for
+from pdserve.workers.engine.strategies import Fair, FirstCome, Priority, ShortestPrefill, Strategy
 from pdserve.workers.kv.store import KVStore, block_bytes
 from pdserve.workers.model.families import ModelSpec, read_spec
 from pdserve.workers.model.loader import LoadedModel, load_model
@@ -90,6 +91,19 @@ def plan_memory(spec: ModelSpec, engine: EngineConfig, max_model_len: int | None
         num_blocks=num_blocks,
         max_model_len=limit,
     )
+
+
+def make_strategy(config: EngineConfig) -> Strategy:
+    """Return the scheduling strategy that a configuration names."""
+    match config.strategy:
+        case StrategyKind.FCFS:
+            return FirstCome()
+        case StrategyKind.PRIORITY:
+            return Priority()
+        case StrategyKind.SHORTEST_PREFILL:
+            return ShortestPrefill(config.ageing_tokens_per_s)
+        case StrategyKind.FAIR:
+            return Fair(config.fair_weights)
 
 
 def plan_blocks(layout: KVLayout, engine: EngineConfig) -> tuple[int, ...]:
@@ -231,6 +245,9 @@ def assemble_engine(
             max_model_len=memory.max_model_len,
             eos_token_ids=spec.eos_token_ids,
             has_prefix_cache=config.prefix_cache,
+            max_waiting_tokens=config.max_waiting_tokens,
+            skip_age_s=config.skip_age_s,
+            victim=VictimPolicy(config.victim),
         ),
         runner,
         layout=layout,
@@ -238,8 +255,10 @@ def assemble_engine(
         clock=clock,
         promised_share=promised_share,
         numerics_digest=numerics.digest,
+        strategy=make_strategy(config),
+        itl_target_s=None if config.itl_target_ms is None else config.itl_target_ms / 1000,
     )
-    engine.times.full_s = token_s * config.max_batch_tokens
+    engine.times.calibrate(token_s, config.max_batch_tokens)
     return AssembledEngine(
         engine=engine,
         store=store,

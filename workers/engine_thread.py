@@ -118,6 +118,7 @@ class EngineThread:
             num_recomputed_tokens=scheduler.num_recomputed_tokens,
             has_runnable_work=self._is_stepping or bool(self._inbox),
             predicted_step_s=times.predicted_s,
+            step_fit=times.fit,
         )
 
     def _put(self, item: _Item) -> None:

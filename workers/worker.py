@@ -7,7 +7,7 @@ decodes. It knows nothing of Ray.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from pdserve.cluster.base.clock import Clock
 from pdserve.cluster.base.config import TransferConfig
@@ -181,6 +181,8 @@ class Worker:
         metrics.queued_prompt_tokens.set(load.num_queued_prompt_tokens)
         metrics.free_blocks.set(load.num_free_blocks)
         metrics.total_blocks.set(load.num_blocks)
+        for term, seconds in asdict(load.step_fit).items():
+            metrics.step_fit.labels(term).set(seconds)
         metrics.cached_blocks.set(load.num_cached_blocks)
         metrics.admitted_tokens.inc(load.num_admitted_prompt_tokens - before.num_admitted_prompt_tokens)
         metrics.cached_tokens.inc(load.num_cached_prompt_tokens - before.num_cached_prompt_tokens)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -50,6 +51,22 @@ class ModelConfig(_Section):
     """Most tokens of prompt and output together; by default what the model and the KV pool allow."""
 
 
+class StrategyKind(StrEnum):
+    """Whose prompt tokens come first."""
+
+    FCFS = "fcfs"
+    PRIORITY = "priority"
+    SHORTEST_PREFILL = "shortest_prefill"
+    FAIR = "fair"
+
+
+class VictimKind(StrEnum):
+    """Who is put back when blocks run out."""
+
+    LATEST = "latest"
+    LARGEST = "largest"
+
+
 class EngineConfig(_Section):
     """The engine of each worker."""
 
@@ -73,6 +90,22 @@ class EngineConfig(_Section):
     """Token budget of a step: decodes first, then prefill chunks."""
     max_waiting: int = Field(default=512, ge=1)
     """Most requests waiting in a worker; one more is answered BUSY (HTTP 429)."""
+    max_waiting_tokens: int = Field(default=1 << 20, ge=1)
+    """Most tokens of requests waiting in a worker, beyond the first one; more is answered BUSY."""
+    strategy: StrategyKind = StrategyKind.FCFS
+    """fcfs: in order of arrival. priority: by a request's `priority`, lower first; it may take a running one's place.
+    shortest_prefill: fewest prompt tokens left first, with ageing. fair: tenants (a request's `user`) in turn, by the
+    tokens they have been served."""
+    ageing_tokens_per_s: float = Field(default=200.0, gt=0)
+    """shortest_prefill: a second of waiting counts like so many tokens less."""
+    fair_weights: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """fair: share of each tenant; 1 for those not named."""
+    skip_age_s: float = Field(default=1.0, ge=0)
+    """A request for which there are no blocks may be passed by others for this long."""
+    victim: VictimKind = VictimKind.LATEST
+    """Who is put back when blocks run out: the latest of the running batch, or the one that frees most."""
+    itl_target_ms: float | None = Field(default=None, gt=0)
+    """Steps that hold up decodes take in as many prompt tokens as this time allows, by the measured step times."""
 
 
 class TransportKind(StrEnum):

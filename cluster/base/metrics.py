@@ -87,6 +87,12 @@ class WorkerMetrics:
             buckets=LATENCY_BUCKETS,
             registry=self.registry,
         )
+        self.step_fit = Gauge(
+            "pdserve_engine_step_fit_seconds",
+            "Fitted duration of a step: what it takes at least, per token, per sequence, per 1000 tokens of context.",
+            ["term"],
+            registry=self.registry,
+        )
         self.step_time = Histogram(
             "pdserve_engine_step_seconds", "Duration of a step.", buckets=LATENCY_BUCKETS, registry=self.registry
         )

@@ -84,6 +84,10 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     resume_token_ids: tuple[int, ...] = ()
     sampling: SamplingParams
+    priority: int = 0
+    """Lower is more urgent; only the priority strategy looks at it."""
+    tenant: str = ""
+    """Who shares fairly with others; only the fair strategy looks at it."""
     cache_salt: str = ""
     """Requests of different salts never share cached KV."""
 

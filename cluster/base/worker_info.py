@@ -82,6 +82,16 @@ class WorkerInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepFit:
+    """What a step of a worker's engine takes, in seconds, fitted to its steps so far; never negative."""
+
+    base: float = 0.0
+    per_token: float = 0.0
+    per_row: float = 0.0
+    per_context_kilotoken: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
     """A load report. Gauges are instants; counters grow over the worker's life."""
 
@@ -107,6 +117,7 @@ class WorkerLoad:
     """Prefills computed for decode workers."""
     has_runnable_work: bool = False
     predicted_step_s: float = 0.0
+    step_fit: StepFit = StepFit()
     links: tuple[LinkView, ...] = ()
 
 

@@ -12,6 +12,7 @@ from pdserve.cluster.base.request import FinishReason, Request, SamplingParams
 from pdserve.workers.assembly import AssembledEngine, assemble_engine
 from pdserve.workers.engine.engine import Engine
 from pdserve.workers.engine.scheduler import SchedulerSettings
+from pdserve.workers.engine.strategies import Strategy
 from pdserve.workers.model.digest import DigestModel, DigestRunner
 
 
@@ -48,6 +49,8 @@ def make_digest_engine(
     max_waiting: int = 256,
     has_prefix_cache: bool = True,
     clock: ManualClock | None = None,
+    strategy: Strategy | None = None,
+    **settings_changes: object,
 ) -> Engine:
     """Return an engine on the digest model."""
     settings = SchedulerSettings(
@@ -57,10 +60,13 @@ def make_digest_engine(
         max_waiting=max_waiting,
         max_model_len=num_blocks * block_size,
         has_prefix_cache=has_prefix_cache,
+        **settings_changes,  # type: ignore[arg-type]
     )
     counts = [num_blocks] * len(model.windows)
     runner = DigestRunner(model, num_blocks=counts, block_size=block_size)
-    return Engine(settings, runner, layout=runner.store.layout, num_blocks=counts, clock=clock or ManualClock())
+    return Engine(
+        settings, runner, layout=runner.store.layout, num_blocks=counts, clock=clock or ManualClock(), strategy=strategy
+    )
 
 
 def make_request(
@@ -73,6 +79,8 @@ def make_request(
     attempt: int = 0,
     resume: Sequence[int] = (),
     ignore_eos: bool = True,
+    priority: int = 0,
+    tenant: str = "",
     **sampling: object,
 ) -> Request:
     """Return a request; greedy unless a temperature is given."""
@@ -84,12 +92,16 @@ def make_request(
         attempt=attempt,
         prompt_token_ids=tuple(prompt),
         resume_token_ids=tuple(resume),
+        priority=priority,
+        tenant=tenant,
         sampling=params,
     )
 
 
-def run(engine: Engine, requests: Sequence[Request], *, validate: bool = True) -> dict[str, list[int]]:
-    """Submit all requests at once and return every output, resume tokens included."""
+def run(
+    engine: Engine, requests: Sequence[Request], *, validate: bool = True, clock: ManualClock | None = None
+) -> dict[str, list[int]]:
+    """Submit all requests at once and return every output, resume tokens included. A step takes 0.3 s of the clock."""
     outputs = {request.request_id: list(request.resume_token_ids) for request in requests}
     endings: dict[str, FinishReason] = {}
     for request in requests:
@@ -101,6 +113,8 @@ def run(engine: Engine, requests: Sequence[Request], *, validate: bool = True) -
             outputs[delta.request_id].extend(delta.token_ids)
             if delta.finish_reason is not None:
                 endings[delta.request_id] = delta.finish_reason
+        if clock is not None:
+            clock.advance(0.3)
         if validate:
             engine.scheduler.validate()
     assert set(endings) == set(outputs)

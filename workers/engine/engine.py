@@ -1,7 +1,6 @@
 """The engine: scheduler and model joined by one step. The same for every role; not thread-safe (one thread owns it)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from pdserve.cluster.base.clock import Clock
@@ -9,28 +8,11 @@ from pdserve.cluster.base.kv_layout import KVLayout
 from pdserve.cluster.base.prefix_hash import PrefixIdentity
 from pdserve.cluster.base.request import TokenDelta
 from pdserve.workers.engine.block_pool import BlockPool, Counts
+from pdserve.workers.engine.plan import StepPlan
 from pdserve.workers.engine.scheduler import PlannedPrefill, Scheduler, SchedulerSettings
+from pdserve.workers.engine.step_model import StepModel, StepShape
+from pdserve.workers.engine.strategies import Strategy
 from pdserve.workers.model.runner import ModelRunner
-
-
-@dataclass(slots=True)
-class StepTimes:
-    """Duration of the last step, and what to expect of the next."""
-
-    last_s: float = 0.0
-    mean_s: float = 0.0
-    full_s: float = 0.0
-    """A step that fills the token budget, measured at load."""
-
-    @property
-    def predicted_s(self) -> float:
-        """The longest that the next step should take."""
-        return max(self.last_s, self.mean_s, self.full_s)
-
-    def observe(self, duration_s: float) -> None:
-        """Take one measured step in; the mean forgets with factor 0.9."""
-        self.last_s = duration_s
-        self.mean_s = duration_s if self.mean_s == 0.0 else 0.9 * self.mean_s + 0.1 * duration_s
 
 
 class KVExports(Protocol):
@@ -56,22 +38,28 @@ class Engine:
         clock: Clock,
         promised_share: float = 0.25,
         numerics_digest: str = "",
+        strategy: Strategy | None = None,
+        itl_target_s: float | None = None,
     ) -> None:
-        """`num_blocks` is one number per KV group of `layout`."""
+        """`num_blocks` is one number per KV group of `layout`.
+
+        With `itl_target_s`, steps that hold up decodes are as large as that allows, by the fitted step time.
+        """
         identity = PrefixIdentity(
             model_digest=layout.model_digest, kv_dtype=layout.kv_dtype, numerics_digest=numerics_digest
         )
         self.pool = BlockPool(num_blocks, promised_share=promised_share)
-        self.scheduler = Scheduler(settings, self.pool, layout, identity, clock)
+        self.scheduler = Scheduler(settings, self.pool, layout, identity, clock, strategy)
         self.runner = runner
-        self.times = StepTimes()
+        self.times = StepModel()
+        self._itl_target_s = itl_target_s
         self.num_steps = 0
         self.exports: KVExports | None = None
         self._clock = clock
 
     def step(self) -> list[TokenDelta]:
         """Compute one plan; return the new tokens. Empty if there was nothing to compute."""
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self._budget())
         if plan is None:
             return []
         start_time = self._clock.now()
@@ -79,6 +67,21 @@ class Engine:
         has_exports = exports is not None and exports.begin_step(self.scheduler.planned_prefills())
         output = self.runner.execute(plan, exports.layer_done if exports is not None and has_exports else None)
         deltas = self.scheduler.update(output)
-        self.times.observe(self._clock.now() - start_time)
+        self.times.observe(shape_of(plan), self._clock.now() - start_time)
         self.num_steps += 1
         return deltas
+
+    def _budget(self) -> int | None:
+        """Return the token budget of the next step; None if nothing limits it but the settings."""
+        if self._itl_target_s is None:
+            return None
+        decoding = self.scheduler.decoding_shape()
+        if not decoding.num_rows:
+            return None
+        return self.times.budget(self._itl_target_s, decoding, self.scheduler.max_batch_tokens)
+
+
+def shape_of(plan: StepPlan) -> StepShape:
+    """Return what a plan's duration depends on."""
+    context = plan.positions[plan.row_starts[1:] - 1]
+    return StepShape(num_tokens=plan.num_tokens, num_rows=plan.num_rows, num_context_tokens=int(context.sum()))

@@ -1,7 +1,7 @@
 """The scheduler: which tokens the next step computes.
 
 There is no prefill phase and no decode phase, only tokens still to compute. Each step fills a token budget: sequences
-with one token left first (they decode), then the others in order of arrival (prefill chunks), then new admissions.
+with one token left first (they decode), then prefill chunks and new admissions in the order of the strategy.
 Pure: no I/O, no torch, no clock but the injected one.
 
 Blocks are bound as a sequence grows; what the prefix cache holds of it is taken over at admission, and the blocks that
@@ -12,8 +12,9 @@ youngest, or fail by their own deadlines).
 """
 
 from bisect import insort
-from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 
@@ -23,15 +24,32 @@ from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.kv_layout import KVLayout
 from pdserve.cluster.base.prefix_hash import PrefixHash, PrefixIdentity, extend_chain
 from pdserve.cluster.base.request import FinishReason, Request, TokenDelta, TokenLogprobs
-from pdserve.workers.engine.block_pool import NO_BLOCK, BlockLists, BlockPool, Counts
+from pdserve.workers.engine.block_pool import NO_BLOCK, BlockLists, BlockPool
+from pdserve.workers.engine.holdings import Holdings
 from pdserve.workers.engine.logit_rules import LogitRules, has_rules
-from pdserve.workers.engine.plan import Int32, ScoredTokens, StepOutput, StepPlan
+from pdserve.workers.engine.plan import StepOutput, StepPlan
+from pdserve.workers.engine.plan_builder import build_plan
 from pdserve.workers.engine.prefix_cache import FirstBlocks
 from pdserve.workers.engine.reservation import Reservation, Reservations
 from pdserve.workers.engine.row_tables import RowTables
 from pdserve.workers.engine.sequence import Sequence, SequenceState, blocks_for, worst_case_tokens
+from pdserve.workers.engine.step_model import StepShape
+from pdserve.workers.engine.strategies import FirstCome, Strategy
 
 Key = tuple[RequestId, int]
+
+
+class VictimPolicy(StrEnum):
+    """Whom to put back for want of blocks, among those behind the one that needs them."""
+
+    LATEST = "latest"
+    """The last of the running batch: under fcfs the youngest."""
+    LARGEST = "largest"
+    """The one with the most blocks: the fewest are put back."""
+
+
+MOST_PASSED = 8
+"""Requests that do not fit and may be passed in one step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +63,10 @@ class SchedulerSettings:
     max_model_len: int
     eos_token_ids: tuple[int, ...] = ()
     has_prefix_cache: bool = True
+    max_waiting_tokens: int = 1 << 30
+    skip_age_s: float = 1.0
+    """A request that does not fit may be passed by others for this long."""
+    victim: VictimPolicy = VictimPolicy.LATEST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,30 +91,46 @@ class Scheduler:
     """
 
     def __init__(
-        self, settings: SchedulerSettings, pool: BlockPool, layout: KVLayout, identity: PrefixIdentity, clock: Clock
+        self,
+        settings: SchedulerSettings,
+        pool: BlockPool,
+        layout: KVLayout,
+        identity: PrefixIdentity,
+        clock: Clock,
+        strategy: Strategy | None = None,
     ) -> None:
+        """Without a `strategy`: in order of arrival."""
         self._settings = settings
+        self._strategy = strategy or FirstCome()
         self._pool = pool
         self._layout = layout
         self._identity = identity
         self._firsts = FirstBlocks(layout)
         self._clock = clock
-        # Both in order of arrival; a request that joins with its KV arrives when it joins.
-        self._waiting: deque[Sequence] = deque()
+        # In order of arrival; a request that joins with its KV arrives when it joins.
+        self._waiting: list[Sequence] = []
+        # In the order of the strategy: the last ones are put back first.
         self._running: list[Sequence] = []
         self._sequences: dict[Key, Sequence] = {}
         self._planned: dict[Sequence, int] = {}
         self._scored: list[Sequence] = []
-        self._groups = range(pool.num_groups)
-        self._window_groups = [group for group in range(pool.num_groups) if self._firsts.has_window(group)]
         self._tables = RowTables(
             num_rows=settings.max_running,
             num_groups=pool.num_groups,
             num_blocks=blocks_for(settings.max_model_len, settings.block_size),
         )
+        self._holdings = Holdings(
+            pool,
+            self._tables,
+            self._firsts,
+            block_size=settings.block_size,
+            step_tokens=settings.max_batch_tokens,
+            has_prefix_cache=settings.has_prefix_cache,
+        )
         self.reservations = Reservations(pool, self._tables, self._firsts, settings.block_size)
         self._num_arrivals = 0
         self._queue_times: list[float] = []
+        self._num_waiting_tokens = 0
         self.num_preemptions = 0
         self.num_prefilled_tokens = 0
         self.num_sampled_tokens = 0
@@ -145,7 +183,10 @@ class Scheduler:
         num_queued = len(self._waiting) + len(self._running) - self._settings.max_running
         if num_queued >= self._settings.max_waiting:
             raise OverloadedError(f"{num_queued} requests are waiting, the most allowed")
-        self._waiting.append(self._arrive(request, is_prefill_only=is_prefill_only))
+        num_tokens = len(request.prompt_token_ids) + len(request.resume_token_ids)
+        if self._waiting and self._num_waiting_tokens + num_tokens > self._settings.max_waiting_tokens:
+            raise OverloadedError(f"requests of {self._num_waiting_tokens} tokens wait; no room for {num_tokens} more")
+        self._wait(self._arrive(request, is_prefill_only=is_prefill_only))
 
     def join(self, request: Request, reservation: Reservation, num_computed_tokens: int) -> None:
         """Take a request in whose first `num_computed_tokens` have their KV in the reservation's blocks.
@@ -164,9 +205,8 @@ class Scheduler:
         )
         for group, blocks in enumerate(sequence.blocks):
             self._tables.extend(group, reservation.row, 0, blocks)
-        # What arrives of a group with a window begins where the window does, in the middle of a block.
-        self._publish(sequence, [self._firsts.whole_at_token(group, num_computed_tokens) for group in self._groups])
-        self._leave_window(sequence)
+        self._holdings.publish_arrived(sequence)
+        self._holdings.leave_window(sequence)
         self._run(sequence, reservation.row)
 
     def _refuse_copy(self, request: Request) -> None:
@@ -188,6 +228,7 @@ class Scheduler:
         self._num_arrivals += 1
         self._sequences[request.request_id, request.attempt] = sequence
         self.num_queued_prompt_tokens += sequence.num_remaining_tokens
+        self._strategy.arrived(sequence)
         return sequence
 
     def _rules_of(self, request: Request) -> LogitRules | None:
@@ -203,26 +244,69 @@ class Scheduler:
         if sequence is None:
             return False
         if sequence.state is SequenceState.WAITING:
-            self._waiting.remove(sequence)
+            self._leave_queue(sequence)
         self._finish(sequence)
         return True
 
-    def schedule(self) -> StepPlan | None:
-        """Return the next step's plan, or None if nothing can be computed."""
+    def schedule(self, budget: int | None = None) -> StepPlan | None:
+        """Return the next step's plan of at most `budget` tokens, or None if nothing can be computed.
+
+        The budget is max_batch_tokens unless given.
+        """
         assert not self._planned, "the last plan was not finished by update"
-        budget = self._settings.max_batch_tokens
-        decoding = [sequence for sequence in self._running if sequence.num_remaining_tokens == 1]
-        prefilling = [sequence for sequence in self._running if sequence.num_remaining_tokens > 1]
-        for sequence in (*decoding, *prefilling):
-            # A sequence may have been put back for the sake of an older one in this very loop.
-            if budget > 0 and sequence.state is SequenceState.RUNNING:
+        left = self._settings.max_batch_tokens if budget is None else budget
+        num_preemptions = self.num_preemptions
+        for sequence in [item for item in self._running if item.num_remaining_tokens == 1]:
+            # A sequence may have been put back for the sake of another in this very loop.
+            if left > 0 and sequence.state is SequenceState.RUNNING:
+                left += self._plan_running(sequence, left)
+        self._plan_prompts(left, num_preemptions)
+        if not self._planned:
+            return None
+        plan, self._scored = build_plan(self._planned, self._tables)
+        return plan
+
+    def _plan_prompts(self, budget: int, num_preemptions: int) -> None:
+        """Plan prefills that run and requests that wait, in the order of the strategy, as far as the budget goes.
+
+        Nobody comes in during a step in which others were put back for blocks: there have been more preemptions than
+        `num_preemptions` then.
+        """
+        candidates = [item for item in self._running if item.num_remaining_tokens > 1]
+        if self._waiting and (self._tables.has_free_row or self._strategy.displaces):
+            candidates = sorted([*candidates, *self._waiting], key=_arrival_no)
+        num_passed = 0
+        is_closed = False
+        for sequence in self._strategy.order(candidates):
+            if budget <= 0:
+                return
+            if sequence.state is SequenceState.RUNNING:
                 budget += self._plan_running(sequence, budget)
-        while self._waiting and budget > 0:
-            num_scheduled = self._admit(self._waiting[0], budget)
-            if num_scheduled == 0:
-                break
-            budget -= num_scheduled
-        return self._build_plan() if self._planned else None
+            elif not is_closed and self.num_preemptions == num_preemptions:
+                change = self._admit(sequence, budget)
+                budget += change
+                num_preemptions = self.num_preemptions
+                if change == 0 or sequence.state is SequenceState.WAITING:
+                    num_passed += 1
+                    is_closed = not self._may_pass(sequence) or num_passed > MOST_PASSED
+
+    def _may_pass(self, sequence: Sequence) -> bool:
+        """True if others may be admitted before a sequence that does not fit."""
+        if not self._strategy.allows_skips or not self._tables.has_free_row:
+            return False
+        now = self._clock.now()
+        if sequence.blocked_time is None:
+            sequence.blocked_time = now
+        return now - sequence.blocked_time < self._settings.skip_age_s
+
+    def decoding_shape(self) -> StepShape:
+        """Return the shape of a step with the running decodes alone."""
+        decoding = [item for item in self._running if item.num_remaining_tokens == 1]
+        return StepShape(
+            num_tokens=len(decoding),
+            num_rows=len(decoding),
+            num_context_tokens=sum(item.num_tokens for item in decoding),
+        )
 
     def update(self, output: StepOutput) -> list[TokenDelta]:
         """Take what the last plan produced, in its order; return what is new, endings included."""
@@ -237,8 +321,8 @@ class Scheduler:
             self.num_prefilled_tokens += min(num_scheduled, num_prompt_left)
             sequence.num_computed_tokens += num_scheduled
             self.num_queued_prompt_tokens -= num_scheduled
-            self._publish(sequence)
-            self._leave_window(sequence)
+            self._holdings.publish(sequence)
+            self._holdings.leave_window(sequence)
             if sequence.num_remaining_tokens == 0:
                 deltas.append(self._take(sequence, next(tokens), next(logprobs, None)))
         return deltas
@@ -249,6 +333,7 @@ class Scheduler:
         sequence.append(token_id)
         self.num_queued_prompt_tokens += 1
         self.num_sampled_tokens += 1
+        self._strategy.generated(sequence)
         reason = self._finish_reason(sequence, token_id)
         if reason is not None or sequence.is_prefill_only:
             self._finish(sequence)
@@ -264,29 +349,6 @@ class Scheduler:
             prompt_logprobs=tuple(sequence.prompt_logprobs) if index == 0 else (),
         )
 
-    def _publish(self, sequence: Sequence, first_whole: Counts | None = None) -> None:
-        """Let the prefix cache serve the blocks that have become whole, from `first_whole` of each group on."""
-        count = sequence.num_computed_tokens // self._settings.block_size
-        if count <= sequence.num_published_blocks or not self._settings.has_prefix_cache:
-            return
-        names = sequence.names(sequence.num_computed_tokens, self._settings.block_size)
-        for number in range(sequence.num_published_blocks, count):
-            for group, blocks in enumerate(sequence.blocks):
-                is_whole = first_whole is None or number >= first_whole[group]
-                if is_whole and blocks[number] != NO_BLOCK:
-                    self._pool.publish(group, blocks[number], names[number])
-        sequence.num_published_blocks = count
-
-    def _leave_window(self, sequence: Sequence) -> None:
-        """Release the blocks that no later token of the sequence sees."""
-        for group in self._window_groups:
-            held, first = sequence.first_blocks[group], self._firsts.at_token(group, sequence.num_computed_tokens)
-            if first > held:
-                blocks = sequence.blocks[group]
-                self._pool.release(group, blocks[held:first])
-                blocks[held:first] = [NO_BLOCK] * (first - held)
-                sequence.first_blocks[group] = first
-
     def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
         sampling = sequence.request.sampling
         is_eos = not sampling.ignore_eos and token_id in self._settings.eos_token_ids
@@ -297,112 +359,89 @@ class Scheduler:
         return None
 
     def _plan_running(self, sequence: Sequence, budget: int) -> int:
-        """Plan the sequence's next tokens, putting younger ones back for blocks; return the change of the budget."""
+        """Plan a running sequence's next tokens, putting others back for blocks; return the budget's change."""
         num_scheduled = min(sequence.num_remaining_tokens, budget)
         returned = 0
-        while not self._bind_blocks(sequence, num_scheduled):
-            victim = self._running[-1]
-            if victim is sequence:
-                # Nothing younger is left: wait for the older ones to finish.
+        while not self._holdings.bind(sequence, num_scheduled):
+            victim = self._victim_of(sequence)
+            if victim is None:
+                # Nothing behind it is left: wait for those before it to finish.
                 return returned
             returned += self._preempt(victim)
         self._planned[sequence] = num_scheduled
         return returned - num_scheduled
 
-    def _bind_blocks(self, sequence: Sequence, num_scheduled: int) -> bool:
-        """Give a sequence that has a slot the blocks for its next tokens; False if they cannot be had."""
-        missing = self._blocks_missing(sequence, num_scheduled)
-        if missing <= 0:
-            return True
-        new = self._pool.allocate([missing] * self._pool.num_groups)
-        if new is None:
-            return False
-        assert sequence.slot is not None
-        for group, blocks in enumerate(sequence.blocks):
-            self._tables.extend(group, sequence.slot, len(blocks), new[group])
-            blocks.extend(new[group])
-        return True
-
-    def _blocks_missing(self, sequence: Sequence, num_scheduled: int) -> int:
-        needed = blocks_for(sequence.num_computed_tokens + num_scheduled, self._settings.block_size)
-        # By logical number, so equal in every group.
-        return needed - len(sequence.blocks[0])
-
-    def _has_room(self, sequence: Sequence) -> bool:
-        """True if what is known of a sequence fits beside what running prefills still need."""
-        end = blocks_for(sequence.num_tokens + 1, self._settings.block_size)
-        return all(
-            self._missing_at_most(group, sequence, end) + self._owed(group) <= self._pool.num_available(group)
-            for group in range(self._pool.num_groups)
-        )
-
-    def _owed(self, group: int) -> int:
-        """Return the blocks that running prefills still need for what they already know."""
-        return sum(
-            self._missing_at_most(group, sequence, blocks_for(sequence.num_tokens, self._settings.block_size))
-            for sequence in self._running
-            if sequence.num_remaining_tokens > 1
-        )
-
-    def _missing_at_most(self, group: int, sequence: Sequence, end: int) -> int:
-        """Return how many blocks a sequence adds in a group until it has `end`; windows give some back meanwhile."""
-        held = sequence.blocks[group]
-        num_held = len(held) - sequence.first_blocks[group]
-        most = self._firsts.most_blocks(group, end * self._settings.block_size, self._settings.max_batch_tokens)
-        return max(0, min(end - len(held), most - num_held))
+    def _victim_of(self, sequence: Sequence) -> Sequence | None:
+        """Return whom to put back for a running sequence: one behind it in the running batch."""
+        place = self._running.index(sequence)
+        behind = self._running[place + 1 :]
+        if not behind:
+            return None
+        if self._settings.victim is VictimPolicy.LATEST:
+            return behind[-1]
+        return max(behind, key=lambda item: (self._holdings.num_held(0, item), self._strategy.rank(item)))
 
     def _admit(self, sequence: Sequence, budget: int) -> int:
-        """Run the first waiting sequence if it fits; return the tokens planned, 0 if it does not fit now."""
+        """Run a waiting sequence if it fits; return the change of the budget, 0 if it does not fit now."""
+        num_scheduled = self._try_admit(sequence, budget)
+        if num_scheduled or not self._strategy.displaces:
+            return -num_scheduled
+        returned = self._displace_for(sequence)
+        return 0 if returned is None else returned - self._try_admit(sequence, budget + returned)
+
+    def _try_admit(self, sequence: Sequence, budget: int) -> int:
+        """Run a waiting sequence if it fits; return the tokens planned, 0 if it does not fit now."""
         row = self._tables.take_row()
         if row is None:
             return 0
         sequence.slot = row
-        self._take_prefix(sequence)
+        self._holdings.take_prefix(sequence)
         num_scheduled = min(sequence.num_remaining_tokens, budget)
-        if not (self._has_room(sequence) and self._bind_blocks(sequence, num_scheduled)):
-            self._give_back(sequence)
+        if not (self._has_room(sequence) and self._holdings.bind(sequence, num_scheduled)):
+            self._holdings.give_back(sequence)
             self._tables.return_row(row)
             sequence.slot = None
             return 0
         num_hit_tokens = sequence.num_computed_tokens
+        self.num_queued_prompt_tokens -= num_hit_tokens
         if sequence.admitted_time is None:
             sequence.num_cached_tokens = self._count_hit(sequence, num_hit_tokens)
         else:
             self.num_recomputed_tokens += max(0, sequence.num_lost_tokens - num_hit_tokens)
-        self._waiting.popleft()
+        self._leave_queue(sequence)
         self._run(sequence, row)
         self._planned[sequence] = num_scheduled
         return num_scheduled
 
-    def _take_prefix(self, sequence: Sequence) -> None:
-        """Take over what the prefix cache holds of a sequence that has a slot; its last token is always computed."""
-        # A prompt that is scored needs the hidden state of each of its tokens.
-        if not self._settings.has_prefix_cache or sequence.num_unscored_tokens:
-            return
-        names = sequence.names(sequence.num_tokens - 1, self._settings.block_size)
-        sequence.blocks = self._pool.acquire_prefix(names, self._firsts)
-        num_blocks = len(sequence.blocks[0])
-        sequence.num_computed_tokens = num_blocks * self._settings.block_size
-        sequence.num_published_blocks = num_blocks
-        self.num_queued_prompt_tokens -= sequence.num_computed_tokens
-        assert sequence.slot is not None
-        for group, blocks in enumerate(sequence.blocks):
-            sequence.first_blocks[group] = self._firsts.at_block(group, num_blocks)
-            self._tables.extend(group, sequence.slot, 0, blocks)
+    def _displace_for(self, sequence: Sequence) -> int | None:
+        """Put back the fewest whom a sequence outranks; return the budget won, None if it would not do."""
+        lower = [item for item in self._running if self._strategy.outranks(sequence, item)]
+        if not lower or not self._has_room(sequence, lower):
+            return None
+        returned = self._preempt(lower.pop())
+        while lower and not (self._tables.has_free_row and self._has_room(sequence)):
+            returned += self._preempt(lower.pop())
+        return returned
 
-    def _give_back(self, sequence: Sequence) -> None:
-        """Release a sequence's blocks; what it has computed counts as to be computed again."""
-        for group, blocks in enumerate(sequence.blocks):
-            self._pool.release(group, blocks)
-            blocks.clear()
-            sequence.first_blocks[group] = 0
-        self.num_queued_prompt_tokens += sequence.num_computed_tokens
-        sequence.num_computed_tokens = 0
-        sequence.num_published_blocks = 0
+    def _has_room(self, sequence: Sequence, without: Iterable[Sequence] = ()) -> bool:
+        """True if what is known of a sequence fits beside what running prefills still need, if some were put back."""
+        gone = set(without)
+        for group in range(self._pool.num_groups):
+            needed = self._holdings.missing_at_most(group, sequence, sequence.num_tokens + 1)
+            owed = sum(
+                self._holdings.missing_at_most(group, item, item.num_tokens)
+                for item in self._running
+                if item.num_remaining_tokens > 1 and item not in gone
+            )
+            won = sum(self._holdings.num_held(group, item) for item in gone)
+            if needed + owed > self._pool.num_available(group) + won:
+                return False
+        return True
 
     def _count_hit(self, sequence: Sequence, num_hit_tokens: int) -> int:
         """Count a first admission; return the prompt tokens that were cached."""
         num_cached = min(num_hit_tokens, sequence.num_prompt_tokens)
+        self._strategy.admitted(sequence, sequence.num_prompt_tokens - num_cached)
         self.num_admitted_prompt_tokens += sequence.num_prompt_tokens
         self.num_cached_prompt_tokens += num_cached
         return num_cached
@@ -428,85 +467,42 @@ class Scheduler:
         if sequence.admitted_time is None:
             sequence.admitted_time = self._clock.now()
             self._queue_times.append(sequence.admitted_time - sequence.arrival_time)
-        # It may be older than what has joined since it arrived.
-        insort(self._running, sequence, key=_arrival_no)
+        insort(self._running, sequence, key=self._strategy.rank)
 
     def _preempt(self, sequence: Sequence) -> int:
         """Put a running sequence back; return the budget that its planned tokens had taken."""
         sequence.num_lost_tokens = sequence.num_computed_tokens
         self._release(sequence)
         sequence.state = SequenceState.WAITING
-        insort(self._waiting, sequence, key=_arrival_no)
+        sequence.blocked_time = None
+        self._wait(sequence)
         self.num_preemptions += 1
         return self._planned.pop(sequence, 0)
+
+    def _wait(self, sequence: Sequence) -> None:
+        insort(self._waiting, sequence, key=_arrival_no)
+        self._num_waiting_tokens += sequence.num_tokens
+
+    def _leave_queue(self, sequence: Sequence) -> None:
+        self._waiting.remove(sequence)
+        self._num_waiting_tokens -= sequence.num_tokens
 
     def _finish(self, sequence: Sequence) -> None:
         if sequence.state is SequenceState.RUNNING:
             self._release(sequence)
         sequence.state = SequenceState.FINISHED
         self.num_queued_prompt_tokens -= sequence.num_remaining_tokens
+        self._strategy.ended(sequence)
         del self._sequences[sequence.request.request_id, sequence.request.attempt]
 
     def _release(self, sequence: Sequence) -> None:
         """Return everything that admission and planning took."""
         assert sequence.slot is not None
         self._running.remove(sequence)
-        self._give_back(sequence)
+        self.num_queued_prompt_tokens += sequence.num_computed_tokens
+        self._holdings.give_back(sequence)
         self._tables.return_row(sequence.slot)
         sequence.slot = None
-
-    def _build_plan(self) -> StepPlan:
-        rows = list(self._planned.items())
-        lengths = np.fromiter((num_scheduled for _, num_scheduled in rows), np.int32, len(rows))
-        row_starts = np.zeros(len(rows) + 1, np.int32)
-        np.cumsum(lengths, out=row_starts[1:])
-        firsts = np.fromiter((sequence.num_computed_tokens for sequence, _ in rows), np.int32, len(rows))
-        positions = np.arange(row_starts[-1], dtype=np.int32) + np.repeat(firsts - row_starts[:-1], lengths)
-        token_ids = np.concatenate(
-            [sequence.tokens[first : first + length] for (sequence, length), first in zip(rows, firsts, strict=True)]
-        )
-        samples = [row for row, (sequence, length) in enumerate(rows) if length == sequence.num_remaining_tokens]
-        slots = np.fromiter((sequence.slot for sequence, _ in rows), np.intp, len(rows))
-        sampled = [rows[row][0] for row in samples]
-        outputs = np.fromiter((sequence.num_output_tokens for sequence in sampled), np.int64, len(samples))
-        rules = tuple(
-            (place, sequence.rules.row(sequence.num_output_tokens))
-            for place, sequence in enumerate(sampled)
-            if sequence.rules is not None
-        )
-        return StepPlan(
-            token_ids=token_ids,
-            positions=positions,
-            row_starts=row_starts,
-            block_tables=self._tables.block_tables(slots, max(len(sequence.blocks[0]) for sequence, _ in rows)),
-            sample_rows=np.array(samples, np.int32),
-            sampling=self._tables.sampling(slots[samples], outputs, rules),
-            scored=self._scored_tokens(row_starts),
-        )
-
-    def _scored_tokens(self, row_starts: Int32) -> ScoredTokens | None:
-        """Return the prompt tokens of the plan whose log probability is wanted, and remember whose they are."""
-        self._scored = []
-        tokens: list[int] = []
-        targets: list[int] = []
-        for row, (sequence, num_scheduled) in enumerate(self._planned.items()):
-            if not sequence.num_unscored_tokens:
-                continue
-            first = sequence.num_computed_tokens
-            # The state of a token scores the one behind it; what an earlier admission has scored is kept.
-            start = max(first, len(sequence.prompt_logprobs))
-            end = min(first + num_scheduled, sequence.num_prompt_tokens - 1)
-            for place in range(start, end):
-                tokens.append(int(row_starts[row]) + place - first)
-                targets.append(int(sequence.tokens[place + 1]))
-                self._scored.append(sequence)
-        if not tokens:
-            return None
-        return ScoredTokens(
-            tokens=np.array(tokens, np.int32),
-            targets=np.array(targets, np.int32),
-            num_top=np.array([sequence.request.sampling.num_prompt_logprobs for sequence in self._scored], np.int32),
-        )
 
     def planned_prefills(self) -> list[PlannedPrefill]:
         """Return the prefill-only sequences of the present plan."""
@@ -535,9 +531,11 @@ class Scheduler:
             counts = np.bincount(np.array(held, np.intp), minlength=self._pool.num_blocks[group])
             counts += self._pool.pins(group)
             assert (counts == self._pool.references(group)).all(), f"group {group}: references do not add up"
-        for queue in (self._running, self._waiting):
-            arrivals = [sequence.arrival_no for sequence in queue]
-            assert arrivals == sorted(arrivals), "order of arrival is lost"
+        for queue, key in ((self._running, self._strategy.rank), (self._waiting, _arrival_no)):
+            places = [key(sequence) for sequence in queue]
+            assert places == sorted(places), "an order is lost"
+        waiting = sum(sequence.num_tokens for sequence in self._waiting)
+        assert waiting == self._num_waiting_tokens, f"{waiting} tokens wait, counted {self._num_waiting_tokens}"
         assert len(self._running) + len(self._waiting) == len(self._sequences), "a sequence is lost"
         queued = sum(sequence.num_remaining_tokens for sequence in self._sequences.values())
         assert queued == self.num_queued_prompt_tokens, (
@@ -547,12 +545,7 @@ class Scheduler:
             assert sequence.state is SequenceState.RUNNING
             assert sequence.slot is not None
             assert 0 <= sequence.num_computed_tokens <= sequence.num_tokens <= len(sequence.tokens)
-            enough = blocks_for(sequence.num_computed_tokens, self._settings.block_size)
-            for group, blocks in enumerate(sequence.blocks):
-                first = self._firsts.at_token(group, sequence.num_computed_tokens)
-                assert len(blocks) >= enough, f"group {group}: KV without a block"
-                assert NO_BLOCK not in blocks[first:], f"group {group}: a token that is seen has no block"
-                assert sequence.first_blocks[group] == first, f"group {group}: a block that nobody sees is held"
+            self._holdings.validate(sequence)
         for sequence in self._waiting:
             assert sequence.state is SequenceState.WAITING
             assert sequence.slot is None

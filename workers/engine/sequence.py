@@ -4,7 +4,8 @@ Mutable, owned by the scheduler. Life: WAITING ⇄ RUNNING → FINISHED (a preem
 fills them: everything at arrival; `slot` and `blocks` at admission; `num_computed_tokens` and `tokens` after each step.
 `first_blocks` is, per KV group, the first block that may still be held: a window has left those before it. `chain`
 names the whole blocks of what is known (as far as it was asked for), from `root` on; `num_cached_tokens` are the prompt
-tokens that the first admission found in the prefix cache, `num_lost_tokens` those that the last preemption gave up.
+tokens that the first admission found in the prefix cache, `num_lost_tokens` those that the last preemption gave up;
+`blocked_time` is since when it has not fitted.
 A sequence that `is_prefill_only` ends with its first sampled token: another worker goes on.
 """
 
@@ -32,6 +33,7 @@ class Sequence:
         "admitted_time",
         "arrival_no",
         "arrival_time",
+        "blocked_time",
         "blocks",
         "chain",
         "first_blocks",
@@ -84,6 +86,7 @@ class Sequence:
         self.num_published_blocks = 0
         self.num_cached_tokens = 0
         self.num_lost_tokens = 0
+        self.blocked_time: float | None = None
         self.rules = rules
         self.prompt_logprobs: list[TokenLogprobs] = []
 

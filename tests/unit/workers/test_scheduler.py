@@ -1,5 +1,8 @@
 """The scheduler over the digest model: any misplaced block changes the text."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -8,17 +11,29 @@ from pdserve.cluster.base.clock import ManualClock
 from pdserve.cluster.base.errors import InvalidRequestError, OverloadedError
 from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.request import FinishReason, Request
+from pdserve.workers.engine.scheduler import VictimPolicy
+from pdserve.workers.engine.strategies import Fair, FirstCome, Priority, ShortestPrefill, Strategy
 from pdserve.workers.model.digest import DigestModel
 from support.engines import make_digest_engine, make_request, prompts_of, run
 
 MODEL = DigestModel()
+STRATEGIES: list[Callable[[], Strategy]] = [
+    FirstCome,
+    Priority,
+    lambda: ShortestPrefill(20.0),
+    lambda: Fair({"a": 2.0, "b": 0.5}),
+]
+Limits = dict[str, Any]
 
 
 @st.composite
-def workloads(draw: st.DrawFn) -> tuple[list[Request], dict[str, int]]:
+def workloads(draw: st.DrawFn) -> tuple[list[Request], Limits]:
     block_size = draw(st.sampled_from((16, 32)))
     num_blocks = draw(st.integers(3, 14))
-    limits = {
+    limits: Limits = {
+        "strategy": draw(st.sampled_from(STRATEGIES))(),
+        "victim": draw(st.sampled_from(list(VictimPolicy))),
+        "skip_age_s": draw(st.sampled_from((0.0, 1.0, 1e9))),
         "block_size": block_size,
         "num_blocks": num_blocks,
         "max_running": draw(st.integers(1, 6)),
@@ -39,6 +54,8 @@ def workloads(draw: st.DrawFn) -> tuple[list[Request], dict[str, int]]:
                 max_tokens=max_tokens,
                 temperature=draw(st.sampled_from((0.0, 1.0))),
                 seed=draw(st.integers(0, 2**63)),
+                priority=draw(st.integers(0, 2)),
+                tenant=draw(st.sampled_from("abc")),
                 resume=prompts_of([resume], seed=100 + number)[0] if resume else (),
             )
         )
@@ -47,10 +64,11 @@ def workloads(draw: st.DrawFn) -> tuple[list[Request], dict[str, int]]:
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads())
-def test_every_text_is_the_definitions_text(workload: tuple[list[Request], dict[str, int]]) -> None:
+def test_every_text_is_the_definitions_text(workload: tuple[list[Request], Limits]) -> None:
     requests, limits = workload
-    engine = make_digest_engine(MODEL, **limits)
-    outputs = run(engine, requests)
+    clock = ManualClock()
+    engine = make_digest_engine(MODEL, clock=clock, **limits)
+    outputs = run(engine, requests, clock=clock)
     for request in requests:
         assert outputs[request.request_id] == MODEL.generate(request)
     assert engine.pool.is_all_free
@@ -60,14 +78,16 @@ def test_every_text_is_the_definitions_text(workload: tuple[list[Request], dict[
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads(), st.data())
 def test_aborts_at_any_step_leave_neighbours_and_pool_intact(
-    workload: tuple[list[Request], dict[str, int]], data: st.DataObject
+    workload: tuple[list[Request], Limits], data: st.DataObject
 ) -> None:
     requests, limits = workload
-    engine = make_digest_engine(MODEL, **limits)
+    clock = ManualClock()
+    engine = make_digest_engine(MODEL, clock=clock, **limits)
     outputs: dict[str, list[int]] = {request.request_id: list(request.resume_token_ids) for request in requests}
     waiting, aborted = list(requests), set()
     while waiting or engine.scheduler.has_work:
         action = data.draw(st.integers(0, 3))
+        clock.advance(0.3)
         if waiting and action != 1:
             engine.scheduler.add(waiting.pop())
         elif action == 1 and len(aborted) < len(requests) - 1:
