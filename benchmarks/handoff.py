@@ -82,6 +82,9 @@ class NullRunner:
     def bind_thread(self) -> None:
         """Nothing to bind."""
 
+    def copy_block(self, group: int, source: int, target: int) -> None:
+        """Nobody forks here."""
+
     def execute(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> StepOutput:
         """See ModelRunner."""
         if on_layer is None and self._times is not None:

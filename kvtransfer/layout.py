@@ -85,8 +85,11 @@ def layer_spans(layout: KVLayout, slot_bytes: int) -> tuple[LayerSpan, ...]:
 
 
 def first_sent(layout: KVLayout, group: int, num_tokens: int, num_held: int) -> int:
-    """Return the first token of a group that is sent for a request of `num_tokens`, `num_held` being at the sink."""
-    return max(num_held, layout.groups[group].first_needed(num_tokens))
+    """Return the first token of a group that is sent for a request of `num_tokens`, `num_held` being at the sink.
+
+    What the last token itself sees: the sink may compute that one again, to sample from it once more.
+    """
+    return max(num_held, layout.groups[group].first_needed(num_tokens - 1))
 
 
 def chunks_of(span: LayerSpan, first_token: int, end_token: int) -> Iterator[ChunkRange]:
@@ -135,21 +138,23 @@ class Coverage:
             ]
 
     def is_complete(self, num_tokens: int) -> bool:
-        """True if every layer holds what a query at `num_tokens` sees."""
-        return self._holds(num_tokens, num_tokens)
+        """True if every layer holds what the last of `num_tokens`, and every later one, sees."""
+        return self._holds(num_tokens, num_tokens - 1)
 
     def num_held(self, num_tokens: int) -> int:
         """Return num_tokens_held for the next source of a request of `num_tokens`: whole blocks verified everywhere.
 
         Groups with a window count from the first token that is sent for `num_tokens`.
         """
-        return self._whole_blocks(min(self._end(key, num_tokens) for key in self._ranges))
+        return self._whole_blocks(min(self._end(key, num_tokens - 1) for key in self._ranges))
 
     def num_usable(self, num_tokens: int) -> int:
         """Return how many leading tokens need no computing: held, and with the windows that their successor sees.
 
         At most all but the last token: its hidden state is needed to go on.
         """
+        if self.is_complete(num_tokens):
+            return num_tokens - 1
         held = min(self.num_held(num_tokens), num_tokens - 1)
         return held if self._holds(held, held) else 0
 

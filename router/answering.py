@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 from pdserve.cluster.base.clock import Clock
 from pdserve.cluster.base.errors import PdserveError
+from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.metrics import IngressMetrics
 from pdserve.cluster.base.request import FinishReason, Request
 from pdserve.router.answers import Usage
 from pdserve.router.choice import Choice, ChoicePlan, Piece
 from pdserve.router.detokenizer import Decoder
+from pdserve.router.dispatch import PlacedStream
 from pdserve.router.replay import Replayer, RequestRun
 
 logger = logging.getLogger(__name__)
@@ -30,7 +32,9 @@ class IndexedPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerPlan:
-    """What to run: one engine request per choice, and how to turn its tokens into text."""
+    """What to run: one engine request per choice, and how to turn its tokens into text. Forks come behind the request
+    that they begin with.
+    """
 
     requests: Sequence[Request]
     choices: Sequence[ChoicePlan]
@@ -83,6 +87,9 @@ class Answer:
         self._pieces: asyncio.Queue[IndexedPiece | Exception] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         self._placed: list[asyncio.Future[None]] = [loop.create_future() for _ in self.choices]
+        self._forks: dict[RequestId, asyncio.Future[PlacedStream | None]] = {
+            request_id: loop.create_future() for request in plan.requests for request_id in request.forks
+        }
         self._tasks = [
             asyncio.create_task(self._run(choice, request, placed), name=request.request_id)
             for choice, request, placed in zip(self.choices, plan.requests, self._placed, strict=True)
@@ -110,10 +117,15 @@ class Answer:
     def usage(self) -> Usage:
         """Tokens so far; each prompt counted once."""
         return Usage(
-            num_prompt_tokens=sum(choice.num_prompt_tokens for choice in self.choices),
+            num_prompt_tokens=sum(choice.num_prompt_tokens for choice in self._first_samples()),
             num_completion_tokens=sum(choice.num_tokens for choice in self.choices),
-            num_cached_tokens=sum(choice.num_cached_tokens for choice in self.choices),
+            num_cached_tokens=sum(choice.num_cached_tokens for choice in self._first_samples()),
         )
+
+    def _first_samples(self) -> list[Choice]:
+        return [
+            choice for choice, request in zip(self.choices, self._plan.requests, strict=True) if request.sample == 0
+        ]
 
     def close(self) -> None:
         """Abort what has not ended. Does not wait: also callable while cancelled."""
@@ -131,7 +143,11 @@ class Answer:
     async def _run(self, choice: Choice, request: Request, placed: "asyncio.Future[None]") -> None:
         finished = self._shared.metrics.finished
         try:
-            async with self._shared.replayer.open(request) as run:
+            fork = self._forks.get(request.request_id)
+            start = None if fork is None else await fork
+            async with self._shared.replayer.open(request, start) as run:
+                for request_id in request.forks:
+                    self._forks[request_id].set_result(run.take_fork(request_id))
                 if not placed.done():
                     placed.set_result(None)
                 reason = await self._pump(choice, run)

@@ -17,6 +17,7 @@ MAX_STOP_LENGTH = 1000
 MAX_PROMPTS = 128
 MAX_MESSAGES = 4096
 MAX_SEED = 2**63 - 1
+MAX_CHOICES = 128
 MAX_BIASES = 1024
 MAX_STOP_TOKENS = 128
 MAX_COMPLETION_LOGPROBS = 5
@@ -28,7 +29,6 @@ Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 # OpenAI parameters that change the answer and are not supported yet, with the value that means "off".
 _OFF_VALUES: dict[str, tuple[object, ...]] = {
-    "n": (1,),
     "best_of": (1,),
 }
 
@@ -47,6 +47,7 @@ class GenerationBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(default=None, ge=0)
     max_completion_tokens: int | None = Field(default=None, ge=0)
     temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
@@ -110,6 +111,11 @@ class GenerationBody(BaseModel):
         return self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
 
     @property
+    def num_samples(self) -> int:
+        """Choices per prompt."""
+        return self.n or 1
+
+    @property
     def has_echo(self) -> bool:
         """True if the prompt is part of the answer."""
         return False
@@ -154,6 +160,8 @@ class CompletionBody(GenerationBody):
                 raise _FieldError("prompt", "is empty")
             if not isinstance(self.prompt[0], int) and len(self.prompt) > MAX_PROMPTS:
                 raise _FieldError("prompt", f"holds {len(self.prompt)} prompts; at most {MAX_PROMPTS} are allowed")
+        if len(self.prompts) * self.num_samples > MAX_CHOICES:
+            raise _FieldError("n", f"times {len(self.prompts)} prompts are over {MAX_CHOICES} choices")
         return self
 
     @property
@@ -328,7 +336,7 @@ _UNION_TAGS = frozenset({"str", "int", "TextPart"})
 
 KNOWN_FIELDS = frozenset(
     {
-        "audio", "best_of", "echo", "function_call", "functions", "logprobs", "metadata", "modalities", "n",
+        "audio", "best_of", "echo", "function_call", "functions", "logprobs", "metadata", "modalities",
         "parallel_tool_calls", "prediction", "prompt_cache_key", "reasoning_effort", "response_format",
         "safety_identifier", "service_tier", "store", "suffix", "tool_choice", "tools", "top_logprobs",
         "verbosity", "web_search_options",

@@ -21,7 +21,7 @@ from pdserve.cluster.base.errors import (
 )
 from pdserve.cluster.base.ids import IngressId, RequestId, WorkerId
 from pdserve.cluster.base.messages import Abort, Busy, Generate, Message, NotFound, Reclaim, Tokens
-from pdserve.cluster.base.request import Request, TokenDelta
+from pdserve.cluster.base.request import Request, TokenDelta, forks_of
 from pdserve.cluster.base.route import Route
 from pdserve.cluster.base.wire import Channel, ChannelClient, ChannelSettings
 from pdserve.cluster.base.worker_info import Endpoint, Role, WorkerInfo, WorkerState, WorkerView
@@ -140,13 +140,14 @@ class WorkerLink:
         """True if nothing would be lost by closing."""
         return self._channel is None or not self._streams
 
-    def send(self, stream: RequestStream, *, may_wait: bool) -> None:
-        """Send the stream's request. Raises ChannelClosedError."""
+    def send(self, stream: RequestStream, forks: Sequence[RequestStream], *, may_wait: bool) -> None:
+        """Send the stream's request, which has these forks. Raises ChannelClosedError."""
         if self._channel is None:
             raise ChannelClosedError(f"{self.info.worker_id} is not connected")
         prefills = stream.route.prefill_worker_ids
         self._channel.post(Generate(request=stream.request, prefill_worker_ids=prefills, may_wait=may_wait))
-        self._streams[stream.key] = stream
+        for sent in (stream, *forks):
+            self._streams[sent.key] = sent
 
     def release(self, stream: RequestStream) -> None:
         """Forget a stream; if it has not ended, tell the worker to stop."""
@@ -202,8 +203,11 @@ class WorkerLink:
     def _fail(self, key: Key, error: PdserveError) -> None:
         stream = self._streams.get(key)
         if stream is not None:
-            stream.is_over_at_worker = True
-            stream.fail(error)
+            for request in (stream.request, *forks_of(stream.request)):
+                failed = self._streams.get((request.request_id, request.attempt))
+                if failed is not None:
+                    failed.is_over_at_worker = True
+                    failed.fail(error)
 
     def _fail_all(self, cause: str) -> None:
         for stream in self._streams.values():
@@ -211,11 +215,16 @@ class WorkerLink:
 
 
 class PlacedStream:
-    """An attempt that a worker has taken."""
+    """An attempt that a worker has taken.
 
-    def __init__(self, link: WorkerLink, stream: RequestStream) -> None:
+    Attributes:
+        forks: the streams of its forks, until somebody takes them over.
+    """
+
+    def __init__(self, link: WorkerLink, stream: RequestStream, forks: "Sequence[PlacedStream]" = ()) -> None:
         self._link = link
         self.stream = stream
+        self.forks = {fork.stream.request.request_id: fork for fork in forks}
 
     @property
     def worker_id(self) -> WorkerId:
@@ -223,8 +232,11 @@ class PlacedStream:
         return self._link.info.worker_id
 
     def release(self) -> None:
-        """Forget the attempt; abort it if it has not ended. May be repeated."""
+        """Forget the attempt and the forks it still has; abort what has not ended. May be repeated."""
         self._link.release(self.stream)
+        for fork in self.forks.values():
+            fork.release()
+        self.forks.clear()
 
 
 class Dispatcher:
@@ -335,9 +347,12 @@ class Dispatcher:
             if link is None or not link.is_open:
                 refusals.append(UnreachableError("a routed worker is not connected"))
                 continue
-            placed = PlacedStream(link, RequestStream(request, route, self._token_timeout_s))
+            forks = [
+                PlacedStream(link, RequestStream(fork, route, self._token_timeout_s)) for fork in forks_of(request)
+            ]
+            placed = PlacedStream(link, RequestStream(request, route, self._token_timeout_s), forks)
             try:
-                link.send(placed.stream, may_wait=may_wait)
+                link.send(placed.stream, [fork.stream for fork in forks], may_wait=may_wait)
                 await placed.stream.wait_first()
             except (OverloadedError, NoWorkerError) as error:
                 refusals.append(error)

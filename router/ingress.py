@@ -25,7 +25,7 @@ from pdserve.cluster.base.ids import IngressId, RequestId
 from pdserve.cluster.base.logs import configure_logging
 from pdserve.cluster.base.metrics import IngressMetrics, merge_metrics
 from pdserve.cluster.base.request import Request as EngineRequest
-from pdserve.cluster.base.request import SamplingParams
+from pdserve.cluster.base.request import SamplingParams, forks_of
 from pdserve.cluster.base.timeline import Timelines
 from pdserve.cluster.base.wire import ChannelSettings
 from pdserve.cluster.base.worker_info import Endpoint
@@ -168,8 +168,10 @@ class _Service:
         choices = [
             self._choice_plan(request, body, body.stop_strings, prompt)
             for request, prompt in zip(requests, body.prompts, strict=True)
+            for _ in range(body.num_samples)
         ]
-        plan = AnswerPlan(requests=requests, choices=choices, endpoint=shape.endpoint, start_time=start_time)
+        samples = [sample for request in requests for sample in (request, *forks_of(request))]
+        plan = AnswerPlan(requests=samples, choices=choices, endpoint=shape.endpoint, start_time=start_time)
         return await self._answer(plan, shape, body)
 
     async def chat(self, request: Request) -> Response:
@@ -181,12 +183,13 @@ class _Service:
         tokenizer = self._tokenizer
         ids = await asyncio.to_thread(tokenizer.encode_chat, body.messages)
         base = _draw_id(ChatShape.id_prefix)
-        requests = [self._engine_request(base, ids, body, None, "messages")]
+        first = self._engine_request(base, ids, body, None, "messages")
         stops = body.stop_strings if tokenizer.has_chat_template else (*body.stop_strings, FALLBACK_STOP)
         scoring = Scoring(tokens=tokenizer, num_logprobs=body.num_logprobs)
         shape = ChatShape(base, self._settings.served_name, int(time.time()), scoring)
-        choices = [self._choice_plan(request, body, stops, "") for request in requests]
-        plan = AnswerPlan(requests=requests, choices=choices, endpoint=shape.endpoint, start_time=start_time)
+        choices = [self._choice_plan(first, body, stops, "") for _ in range(body.num_samples)]
+        samples = [first, *forks_of(first)]
+        plan = AnswerPlan(requests=samples, choices=choices, endpoint=shape.endpoint, start_time=start_time)
         return await self._answer(plan, shape, body)
 
     async def models(self) -> Response:
@@ -286,6 +289,7 @@ class _Service:
             request_id=request_id,
             attempt=0,
             prompt_token_ids=ids,
+            forks=tuple(RequestId(f"{request_id}.{sample}") for sample in range(1, body.num_samples)),
             priority=body.priority or 0,
             tenant=body.user or "",
             cache_salt=body.cache_salt or "",
@@ -324,7 +328,8 @@ class _Service:
 
     async def _answer(self, plan: AnswerPlan, shape: Shape, body: GenerationBody) -> Response:
         # Placed here, so that an error before the first token is an HTTP status, not an event.
-        self._metrics.prompt_tokens.inc(sum(len(request.prompt_token_ids) for request in plan.requests))
+        firsts = [request for request in plan.requests if request.sample == 0]
+        self._metrics.prompt_tokens.inc(sum(len(request.prompt_token_ids) for request in firsts))
         answer = await self._answers.start(plan)
         if body.stream:
             events = stream_events(answer, shape, wants_usage=body.wants_usage_chunk)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from pdserve.cluster.base.clock import Clock
 from pdserve.cluster.base.errors import NoWorkerError, OverloadedError, WorkerLostError
-from pdserve.cluster.base.ids import WorkerId
+from pdserve.cluster.base.ids import RequestId, WorkerId
 from pdserve.cluster.base.request import Request, TokenDelta
 from pdserve.cluster.base.timeline import Timelines
 from pdserve.router.dispatch import Dispatcher, PlacedStream
@@ -51,12 +51,14 @@ class Replayer:
         self.on_replay = on_replay
 
     @asynccontextmanager
-    async def open(self, request: Request) -> AsyncIterator["RequestRun"]:
+    async def open(self, request: Request, placed: PlacedStream | None = None) -> AsyncIterator["RequestRun"]:
         """Place a request and wait for its first event; leaving the context aborts what has not ended.
+
+        A fork may be `placed` already, with the request that it began with.
 
         Raises NoWorkerError, OverloadedError, or WorkerLostError after the last attempt.
         """
-        run = RequestRun(request, self)
+        run = RequestRun(request, self, placed)
         try:
             await run.start()
             yield run
@@ -67,10 +69,10 @@ class Replayer:
 class RequestRun:
     """One request; iterate to get its deltas, over all attempts."""
 
-    def __init__(self, request: Request, shared: Replayer) -> None:
+    def __init__(self, request: Request, shared: Replayer, placed: PlacedStream | None) -> None:
         self._request = request
         self._shared = shared
-        self._placed: PlacedStream | None = None
+        self._placed = placed
         self._lost: tuple[WorkerId, ...] = ()
         self._timeline = shared.timelines.start(request.request_id, request.attempt)
         self._timeline.mark(f"received, {len(request.prompt_token_ids)} prompt tokens")
@@ -79,9 +81,16 @@ class RequestRun:
     async def start(self) -> None:
         """Place the first attempt; replays it if its worker dies before the first event."""
         try:
-            await self._place()
+            if self._placed is None:
+                await self._place()
+            else:
+                await self._placed.stream.wait_first()
         except WorkerLostError as error:
             await self._replay(error)
+
+    def take_fork(self, request_id: RequestId) -> PlacedStream | None:
+        """Return the placed stream of a fork; None if it must be placed by itself: its worker was lost."""
+        return None if self._placed is None else self._placed.forks.pop(request_id, None)
 
     async def __aiter__(self) -> AsyncIterator[TokenDelta]:
         while True:
@@ -135,7 +144,8 @@ class RequestRun:
             ) from error
         if worker_id is not None:
             self._lost = (*self._lost, worker_id)
-        self._request = replace(self._request, attempt=self._request.attempt + 1)
+        # Its forks have failed too, and are replayed by themselves.
+        self._request = replace(self._request, attempt=self._request.attempt + 1, forks=())
         logger.warning(
             "request_id=%s attempt %d: replayed after %d tokens: %s",
             self._request.request_id,

@@ -5,6 +5,7 @@ The same for actors, tests and benchmarks.
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from pdserve.workers.engine.engine import Engine
 from pdserve.workers.engine.scheduler import SchedulerSettings, VictimPolicy
 from pdserve.workers.engine.sequence import blocks_for
 from pdserve.workers.engine.strategies import Fair, FirstCome, Priority, ShortestPrefill, Strategy
+from pdserve.workers.kv.host_tier import HostTier
 from pdserve.workers.kv.store import KVStore, block_bytes
 from pdserve.workers.model.families import ModelSpec, read_spec
 from pdserve.workers.model.loader import LoadedModel, load_model
@@ -43,24 +45,34 @@ class MemoryPlan:
     kv_bytes: int
     num_blocks: tuple[int, ...]
     """One number per KV group."""
+    host_bytes: int = 0
+    host_blocks: tuple[int, ...] = ()
+    """Blocks of the host tier, one number per KV group; empty without one."""
     max_model_len: int
 
     @property
     def total_bytes(self) -> int:
         """Everything that is resident."""
-        return self.weights_bytes + self.embedding_bytes + self.kv_bytes + PROCESS_BYTES
+        return self.weights_bytes + self.embedding_bytes + self.kv_bytes + self.host_bytes + PROCESS_BYTES
 
     @property
     def _blocks_text(self) -> str:
         counts = sorted(set(self.num_blocks), reverse=True)
         return " and ".join(str(count) for count in counts)
 
+    @property
+    def _host_text(self) -> str:
+        if not self.host_blocks:
+            return ""
+        return f"+ host tier {self.host_bytes / (1 << 30):.2f} GiB ({max(self.host_blocks)} blocks) "
+
     def __str__(self) -> str:
         gib = 1 << 30
         return (
             f"packed weights {self.weights_bytes / gib:.2f} GiB "
             f"+ embedding {self.embedding_bytes / gib:.2f} GiB (mapped) "
-            f"+ KV {self.kv_bytes / gib:.2f} GiB ({self._blocks_text} blocks) + process {PROCESS_BYTES / gib:.2f} GiB "
+            f"{self._host_text}+ KV {self.kv_bytes / gib:.2f} GiB ({self._blocks_text} blocks) "
+            f"+ process {PROCESS_BYTES / gib:.2f} GiB "
             f"= {self.total_bytes / gib:.2f} GiB per worker; at most {self.max_model_len} tokens a request"
         )
 
@@ -68,7 +80,8 @@ class MemoryPlan:
 def plan_memory(spec: ModelSpec, engine: EngineConfig, max_model_len: int | None) -> MemoryPlan:
     """Return the memory arithmetic of one worker. Raises ConfigError if the keys cannot hold together."""
     layout = kv_layout(spec, engine.block_size, model_digest="")
-    num_blocks = plan_blocks(layout, engine)
+    num_blocks = plan_blocks(layout, engine, engine.kv_memory_gib)
+    host_blocks = plan_blocks(layout, engine, engine.host_memory_gib) if engine.host_memory_gib else ()
     per_block = sum(block_bytes(layout, group) for group in range(len(num_blocks)))
     least = num_probe_blocks(engine.block_size)
     if min(num_blocks) < least:
@@ -87,7 +100,9 @@ def plan_memory(spec: ModelSpec, engine: EngineConfig, max_model_len: int | None
     return MemoryPlan(
         weights_bytes=matrix * (2 if engine.linear is LinearKind.FP16 else 4),
         embedding_bytes=spec.vocab_size * spec.hidden_size * 2,
-        kv_bytes=sum(count * block_bytes(layout, group) for group, count in enumerate(num_blocks)),
+        kv_bytes=_pool_bytes(layout, num_blocks),
+        host_bytes=_pool_bytes(layout, host_blocks),
+        host_blocks=host_blocks,
         num_blocks=num_blocks,
         max_model_len=limit,
     )
@@ -106,13 +121,17 @@ def make_strategy(config: EngineConfig) -> Strategy:
             return Fair(config.fair_weights)
 
 
-def plan_blocks(layout: KVLayout, engine: EngineConfig) -> tuple[int, ...]:
-    """Share engine.kv_memory_gib among the KV groups; return the blocks of each.
+def _pool_bytes(layout: KVLayout, num_blocks: Sequence[int]) -> int:
+    return sum(count * block_bytes(layout, group) for group, count in enumerate(num_blocks))
+
+
+def plan_blocks(layout: KVLayout, engine: EngineConfig, memory_gib: float) -> tuple[int, ...]:
+    """Share memory among the KV groups; return the blocks of each.
 
     Equal numbers serve short contexts best, so a group with a window gets as many as the others, but no more than a
     full batch ever holds, and WINDOW_CACHE_SHARE of that for cached prefixes; the rest goes to groups without windows.
     """
-    memory = int(engine.kv_memory_gib * (1 << 30))
+    memory = int(memory_gib * (1 << 30))
     sizes = [block_bytes(layout, group) for group in range(len(layout.groups))]
     equal = memory // sum(sizes)
     counts = [equal] * len(sizes)
@@ -236,6 +255,9 @@ def assemble_engine(
     if numerics.note:
         logger.warning("tolerance class: %s", numerics.note)
     token_s = runner.warm_up()
+    host = None
+    if memory.host_blocks:
+        host = HostTier(store, memory.host_blocks)
     engine = Engine(
         SchedulerSettings(
             block_size=config.block_size,
@@ -256,6 +278,7 @@ def assemble_engine(
         promised_share=promised_share,
         numerics_digest=numerics.digest,
         strategy=make_strategy(config),
+        host=host,
         itl_target_s=None if config.itl_target_ms is None else config.itl_target_ms / 1000,
     )
     engine.times.calibrate(token_s, config.max_batch_tokens)

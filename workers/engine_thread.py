@@ -115,6 +115,7 @@ class EngineThread:
             num_preemptions=scheduler.num_preemptions,
             num_admitted_prompt_tokens=scheduler.num_admitted_prompt_tokens,
             num_cached_prompt_tokens=scheduler.num_cached_prompt_tokens,
+            num_loaded_blocks=0 if self._engine.host is None else self._engine.host.num_loaded_blocks,
             num_recomputed_tokens=scheduler.num_recomputed_tokens,
             has_runnable_work=self._is_stepping or bool(self._inbox),
             predicted_step_s=times.predicted_s,

@@ -8,7 +8,7 @@ have arrived. So a reclaiming ingress misses nothing and gets nothing twice.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.request import FinishReason, Request, TokenDelta
@@ -20,8 +20,8 @@ ChannelId = int
 @dataclass(slots=True)
 class _Live:
     channel: ChannelId | None
-    first_index: int
-    token_ids: list[int] = field(default_factory=list)
+    next_index: int
+    deltas: list[TokenDelta] = field(default_factory=list)
     ending: TokenDelta | None = None
     orphaned_time: float = 0.0
     ended_time: float = 0.0
@@ -44,7 +44,7 @@ class LiveRequests:
         key = (request.request_id, request.attempt)
         if key in self._live:
             return False
-        self._live[key] = _Live(channel, first_index=len(request.resume_token_ids))
+        self._live[key] = _Live(channel, next_index=len(request.resume_token_ids))
         return True
 
     def channel_of(self, key: Key) -> ChannelId | None:
@@ -65,7 +65,8 @@ class LiveRequests:
             live = self._live.get(key)
             if live is None or live.ending is not None:
                 continue
-            live.token_ids.extend(delta.token_ids)
+            live.deltas.append(delta)
+            live.next_index = delta.index + len(delta.token_ids)
             if delta.finish_reason is not None:
                 live.ending, live.ended_time = delta, now
             if live.channel is not None:
@@ -80,16 +81,23 @@ class LiveRequests:
             live.orphaned_time = now
         return len(orphans)
 
-    def reclaim(self, key: Key, channel: ChannelId, next_index: int) -> TokenDelta | None:
-        """Attach a request to a new channel; return the tokens it has not seen, or None if the request is not here."""
+    def reclaim(self, key: Key, channel: ChannelId, next_index: int) -> list[TokenDelta] | None:
+        """Attach a request to a new channel; return what it has not seen, or None if the request is not here.
+
+        What is returned may begin before `next_index`: the receiver cuts off what it knows.
+        """
         live = self._live.get(key)
-        if live is None or not 0 <= next_index - live.first_index <= len(live.token_ids):
+        if live is None:
+            return None
+        first = live.deltas[0].index if live.deltas else live.next_index
+        if not first <= next_index <= live.next_index:
             return None
         live.channel = channel
-        missed = tuple(live.token_ids[next_index - live.first_index :])
-        if live.ending is None:
-            return TokenDelta(request_id=key[0], attempt=key[1], sample=0, index=next_index, token_ids=missed)
-        return replace(live.ending, index=next_index, token_ids=missed)
+        return [
+            delta
+            for delta in live.deltas
+            if delta.index + len(delta.token_ids) > next_index or delta.finish_reason is not None
+        ]
 
     def reap(self, now: float) -> list[Key]:
         """Drop the requests that nobody reclaimed in time; return those that run, so that the engine aborts them."""
@@ -119,8 +127,7 @@ class LiveRequests:
             TokenDelta(
                 request_id=request_id,
                 attempt=attempt,
-                sample=0,
-                index=live.first_index + len(live.token_ids),
+                index=live.next_index,
                 token_ids=(),
                 finish_reason=FinishReason.ERROR,
                 error=cause,

@@ -32,7 +32,7 @@ from pdserve.cluster.base.messages import (
     TraceRequest,
 )
 from pdserve.cluster.base.metrics import TransferMetrics, WorkerMetrics
-from pdserve.cluster.base.request import FinishReason, Request, TokenDelta
+from pdserve.cluster.base.request import FinishReason, Request, TokenDelta, forks_of
 from pdserve.cluster.base.timeline import Timelines
 from pdserve.cluster.base.wire import Channel, ChannelClient, ChannelServer, ChannelSettings
 from pdserve.cluster.base.worker_info import Endpoint, Role, WorkerInfo, WorkerLoad
@@ -186,6 +186,7 @@ class Worker:
         metrics.cached_blocks.set(load.num_cached_blocks)
         metrics.admitted_tokens.inc(load.num_admitted_prompt_tokens - before.num_admitted_prompt_tokens)
         metrics.cached_tokens.inc(load.num_cached_prompt_tokens - before.num_cached_prompt_tokens)
+        metrics.loaded_blocks.inc(load.num_loaded_blocks - before.num_loaded_blocks)
         metrics.recomputed_tokens.inc(load.num_recomputed_tokens - before.num_recomputed_tokens)
         metrics.steps.inc(load.num_steps - before.num_steps)
         metrics.preemptions.inc(load.num_preemptions - before.num_preemptions)
@@ -226,7 +227,7 @@ class Worker:
                 if missed is None:
                     self._post(channel, NotFound(request_id=request_id, attempt=attempt))
                 else:
-                    self._post(channel, Tokens(deltas=(missed,)))
+                    self._post(channel, Tokens(deltas=tuple(missed)))
             case _:
                 if self._source is None or not self._source.message_received(channel, message):
                     channel.close(f"unexpected {type(message).__name__}")
@@ -240,6 +241,8 @@ class Worker:
         elif not self._live.add(request, id(channel)):
             self._busy(channel, request, "this attempt is already here", is_overloaded=False)
         else:
+            for fork in forks_of(request):
+                self._live.add(fork, id(channel))
             self._run(channel, message)
 
     def _run(self, channel: Channel, message: Generate) -> None:
@@ -252,6 +255,8 @@ class Worker:
         timeline = self._timelines.start(request.request_id, request.attempt)
         num_resumed = len(request.resume_token_ids)
         timeline.mark(f"received, {len(request.prompt_token_ids)} prompt tokens, {num_resumed} resumed")
+        for fork in forks_of(request):
+            self._timelines.start(fork.request_id, fork.attempt).mark(f"sample {fork.sample} of {request.request_id}")
         offer = Offer.LOCAL
         if self._sink is not None:
             may_wait = message.may_wait
@@ -259,7 +264,8 @@ class Worker:
         if offer is Offer.LOCAL:
             self._thread.submit(request)
         elif offer is Offer.BUSY:
-            self._live.drop((request.request_id, request.attempt))
+            for dropped in (request, *forks_of(request)):
+                self._live.drop((dropped.request_id, dropped.attempt))
             self._busy(channel, request, "no room for the request's KV now", is_overloaded=True)
 
     def _stop_request(self, request_id: RequestId, attempt: int) -> None:
@@ -291,6 +297,10 @@ class Worker:
         delta = replace(token, request_id=request.request_id, attempt=request.attempt, index=index)
         self._note_endings([delta])
         self._send(self._live.deliver([delta], self._loop.time()))
+        if delta.finish_reason is not None:
+            # Its KV does not come, so its forks compute the prompt themselves.
+            for fork in forks_of(request):
+                self._thread.submit(fork)
 
     def _busy(self, channel: Channel, request: Request, reason: str, *, is_overloaded: bool) -> None:
         message = Busy(
@@ -335,17 +345,19 @@ class Worker:
             if channel is not None:
                 self._busy(self._channels[channel], request, str(error), is_overloaded=True)
             return
-        ending = TokenDelta(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            sample=0,
-            index=len(request.resume_token_ids),
-            token_ids=(),
-            finish_reason=FinishReason.ERROR,
-            error=str(error),
-        )
-        self._note_endings([ending])
-        self._send(self._live.deliver([ending], self._loop.time()))
+        endings = [
+            TokenDelta(
+                request_id=refused.request_id,
+                attempt=refused.attempt,
+                index=len(refused.resume_token_ids),
+                token_ids=(),
+                finish_reason=FinishReason.ERROR,
+                error=str(error),
+            )
+            for refused in (request, *forks_of(request))
+        ]
+        self._note_endings(endings)
+        self._send(self._live.deliver(endings, self._loop.time()))
 
     def _fail(self, cause: str) -> None:
         self._failure = cause

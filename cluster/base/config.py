@@ -82,6 +82,8 @@ class EngineConfig(_Section):
     """Tokens in a KV block."""
     kv_memory_gib: float = Field(default=1.0, gt=0)
     """Memory of the KV pool of a worker."""
+    host_memory_gib: float = Field(default=0.0, ge=0)
+    """Memory of the host tier of a worker: copies of cached blocks, taken back when that is quicker than computing."""
     prefix_cache: bool = True
     """Keep the KV of what was computed, and take it over for requests that begin with the same tokens."""
     max_running: int = Field(default=64, ge=1, le=4096)

@@ -71,6 +71,9 @@ class WorkerMetrics:
         self.cached_tokens = Counter(
             "pdserve_prefix_hit_tokens", "Prompt tokens that the prefix cache had.", registry=self.registry
         )
+        self.loaded_blocks = Counter(
+            "pdserve_host_tier_loaded_blocks", "KV blocks copied back from the host tier.", registry=self.registry
+        )
         self.recomputed_tokens = Counter(
             "pdserve_recomputed_tokens", "Tokens computed again after a preemption.", registry=self.registry
         )

@@ -4,7 +4,7 @@ The ingress fills `Request` once, after validation; the engine only reads it. `T
 tokens travel back.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from pdserve.cluster.base.ids import RequestId
@@ -73,16 +73,19 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One request for one sample.
+    """One request for one sample of an answer.
 
     `resume_token_ids` are output tokens that an earlier attempt already emitted: they count as output and are
-    never sampled again.
+    never sampled again. `sample` selects the random stream. `forks` name further samples, 1, 2, …, that begin when the
+    prompt of this one is computed, share its KV, and go on as requests of their own.
     """
 
     request_id: RequestId
     attempt: int
     prompt_token_ids: tuple[int, ...]
     resume_token_ids: tuple[int, ...] = ()
+    sample: int = 0
+    forks: tuple[RequestId, ...] = ()
     sampling: SamplingParams
     priority: int = 0
     """Lower is more urgent; only the priority strategy looks at it."""
@@ -94,7 +97,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDelta:
-    """New tokens of one sample, or its ending, or both.
+    """New tokens of one request, or its ending, or both.
 
     `index` is the position of the first token of `token_ids` in the output (resume tokens counted).
     `error` is set exactly when `finish_reason` is ERROR; `is_retryable` then says that the worker is to blame, so that
@@ -103,7 +106,6 @@ class TokenDelta:
 
     request_id: RequestId
     attempt: int
-    sample: int
     index: int
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
@@ -115,3 +117,11 @@ class TokenDelta:
     """One per token id, if they were asked for."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """One per prompt token from the second on, with the first output token, if they were asked for."""
+
+
+def forks_of(request: Request) -> list[Request]:
+    """Return the requests that go on as request.forks."""
+    return [
+        replace(request, request_id=request_id, sample=place, forks=(), resume_token_ids=())
+        for place, request_id in enumerate(request.forks, start=1)
+    ]

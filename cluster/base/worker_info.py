@@ -109,6 +109,8 @@ class WorkerLoad:
     num_admitted_prompt_tokens: int = 0
     num_cached_prompt_tokens: int = 0
     """Of the admitted ones, those whose KV was cached."""
+    num_loaded_blocks: int = 0
+    """Blocks copied back from the host tier."""
     num_recomputed_tokens: int = 0
     """Computed again after a preemption."""
     num_receiving: int = 0

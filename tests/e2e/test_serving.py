@@ -54,15 +54,17 @@ def assert_clean(deployment: Running) -> None:
     wait_for(lambda: is_clean(deployment), f"LEAK: {gauges(deployment)}", 5.0)
 
 
-def complete(client: openai.OpenAI, prompt: str, max_tokens: int = 12) -> str:
-    answer = client.completions.create(model=MODEL, prompt=prompt, max_tokens=max_tokens, temperature=0)
+def complete(client: openai.OpenAI, prompt: str, max_tokens: int = 12, **extra: object) -> str:
+    answer = client.completions.create(
+        model=MODEL, prompt=prompt, max_tokens=max_tokens, temperature=0, extra_body=extra
+    )
     return answer.choices[0].text
 
 
-def complete_all(client: openai.OpenAI, prompts: list[str], max_tokens: int) -> list[str]:
+def complete_all(client: openai.OpenAI, prompts: list[str], max_tokens: int, **extra: object) -> list[str]:
     """Return the texts, asked for at once: they do not depend on the batch (the first test)."""
     with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
-        return list(pool.map(lambda prompt: complete(client, prompt, max_tokens), prompts))
+        return list(pool.map(lambda prompt: complete(client, prompt, max_tokens, **extra), prompts))
 
 
 def stream(client: openai.OpenAI, prompt: str, max_tokens: int = 12) -> tuple[str, list[str], int]:
@@ -109,6 +111,48 @@ def test_a_seeded_text_is_the_same_alone_and_in_a_crowd(client: openai.OpenAI) -
         assert [future.result() for future in drawn] == [alone] * 3
         for future in crowd:
             future.result()
+
+
+def test_samples_and_log_probabilities_through_the_client(client: openai.OpenAI, deployment: Running) -> None:
+    answer = client.completions.create(
+        model=MODEL, prompt="Once upon a time", max_tokens=8, n=3, seed=5, logprobs=2, temperature=0.9
+    )
+    assert len({choice.text for choice in answer.choices}) == 3
+    for choice in answer.choices:
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs is not None
+        assert len(choice.logprobs.token_logprobs) == 8
+        assert all(value is not None and value <= 0 for value in choice.logprobs.token_logprobs)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 24
+    chat = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Name a colour."}],
+        max_tokens=6,
+        logprobs=True,
+        top_logprobs=3,
+        frequency_penalty=0.5,
+        logit_bias={"107": -100},
+    )
+    assert chat.choices[0].logprobs is not None
+    assert chat.choices[0].logprobs.content is not None
+    assert all(len(entry.top_logprobs) == 3 for entry in chat.choices[0].logprobs.content)
+    assert_clean(deployment)
+
+
+def test_the_second_turn_finds_the_first_in_the_cache(client: openai.OpenAI, deployment: Running) -> None:
+    history = "A farmer has a field. " * 30
+    first = client.completions.create(model=MODEL, prompt=history, max_tokens=40, temperature=0)
+    second = client.completions.create(
+        model=MODEL, prompt=history + first.choices[0].text + " Then", max_tokens=4, temperature=0
+    )
+    assert first.usage is not None
+    assert second.usage is not None
+    assert second.usage.prompt_tokens_details is not None
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    assert cached is not None
+    assert cached >= first.usage.prompt_tokens // 16 * 16
+    assert_clean(deployment)
 
 
 def test_chat_answers_and_streams_alike(client: openai.OpenAI) -> None:
@@ -172,8 +216,8 @@ def test_bad_input_through_the_whole_path(
 
 
 def test_the_openai_client_sees_our_refusals(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="n is not supported"):
-        client.completions.create(model=MODEL, prompt="x", n=3)
+    with pytest.raises(openai.BadRequestError, match="logit_bias holds token id"):
+        client.completions.create(model=MODEL, prompt="x", logit_bias={"999999": 1})
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.completions.create(model="other", prompt="x")
 
@@ -254,7 +298,8 @@ def test_kill_9_of_the_prefill_worker_in_mid_transfer_changes_no_text(
 ) -> None:
     # known_faults B061
     prompts = [f"{place} is a place. " * 120 + f"{place} is known for its" for place in PLACES[:4]]
-    expected = complete_all(client, prompts, 8)
+    # Under another salt, so that the prompts are not cached when they are asked for again.
+    expected = complete_all(client, prompts, 8, cache_salt="before")
     (pid,), before = pids(deployment.status(), "prefill"), worker_ids(deployment)
     received = value_of(deployment, "pdserve_kv_received_bytes_total")
     with concurrent.futures.ThreadPoolExecutor(4) as pool:

@@ -39,12 +39,19 @@ def test_logits_have_the_same_bits_in_any_batch(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_preemption_changes_no_bit(tiny_checkpoints: dict[str, Path], family: str) -> None:
+@pytest.mark.parametrize(
+    ("is_swapped", "limits"), [(False, {"has_prefix_cache": False}), (False, {}), (True, {"host_blocks": 200})]
+)
+def test_preemption_changes_no_bit(
+    tiny_checkpoints: dict[str, Path], family: str, is_swapped: bool, limits: dict[str, int]
+) -> None:
+    # Recomputed, taken over from what is still cached, and swapped.
     assembled = make_engine(tiny_checkpoints[family])
     requests = make_seeded_requests((14, 20, 31, 40), max_tokens=50)
     expected, texts = alone(assembled, requests)
-    found, found_texts, engine = record(assembled, requests, num_blocks=14, max_batch_tokens=48)
+    found, found_texts, engine = record(assembled, requests, num_blocks=14, max_batch_tokens=48, **limits)
     assert engine.scheduler.num_preemptions > 0
+    assert (engine.host is not None and engine.host.num_loaded_blocks > 0) == is_swapped
     assert_same_bits(found, expected)
     assert found_texts == texts
 

@@ -190,7 +190,9 @@ async def test_seeds_repeat_and_differ(served: Served) -> None:
         ({"prompt": [20] * 1000, "max_tokens": 25}, 400, "max_tokens"),
         ({"max_tokens": 10**8}, 400, "max_tokens"),
         ({"max_tokens": 0}, 400, "max_tokens"),
-        ({"n": 2}, 400, "n"),
+        ({"n": 0}, 400, "n"),
+        ({"n": 100_000}, 400, "n"),
+        ({"n": 65, "prompt": [[20], [21]]}, 400, "n"),
         ({"logit_bias": {"512": 1}}, 400, "logit_bias"),
         ({"stop_token_ids": [512]}, 400, "stop_token_ids"),
         ({"min_tokens": 2000}, 400, "min_tokens"),
@@ -319,9 +321,7 @@ def test_deltas_of_another_attempt_are_none_of_ours() -> None:
     found = RequestStream(request, Route(worker_ids=(), reason=""), 1.0)
 
     def delta(index: int, tokens: tuple[int, ...], reason: FinishReason | None = None) -> TokenDelta:
-        return TokenDelta(
-            request_id=request.request_id, attempt=0, sample=0, index=index, token_ids=tokens, finish_reason=reason
-        )
+        return TokenDelta(request_id=request.request_id, attempt=0, index=index, token_ids=tokens, finish_reason=reason)
 
     found.deliver(delta(2, (3, 4)))
     found.deliver(delta(2, (3, 4)))

@@ -48,7 +48,7 @@ async def test_only_what_the_sink_lacks_is_sent_and_only_what_the_source_lacks_i
             assert (received_bytes(pair.decode), num_cached) == (0, 96)
             assert prefill.scheduler.num_prefilled_tokens == computed_before
         else:
-            full, windowed = 100 - 16 * num_held, 100 - max(16 * num_held, 100 - 24 + 1)
+            full, windowed = 100 - 16 * num_held, 100 - max(16 * num_held, 100 - 24)
             assert received_bytes(pair.decode) == (full + windowed) * LAYER_BYTES
             assert prefill.scheduler.num_prefilled_tokens - computed_before == 100 - 16 * num_known
             assert num_cached == 16 * num_known

@@ -13,6 +13,7 @@ from pdserve.workers.engine.engine import Engine
 from pdserve.workers.engine.plan import StepOutput, StepPlan
 from pdserve.workers.engine.sampler import sample_rows
 from pdserve.workers.engine.scheduler import SchedulerSettings
+from pdserve.workers.kv.host_tier import HostTier
 from pdserve.workers.kv.store import KVStore
 from pdserve.workers.model.runner import OnLayer, TransformerRunner
 from support.engines import make_request, prompts_of, run
@@ -32,6 +33,10 @@ class RecordingRunner:
         """See ModelRunner."""
         self._runner.bind_thread()
 
+    def copy_block(self, group: int, source: int, target: int) -> None:
+        """See ModelRunner."""
+        self._runner.copy_block(group, source, target)
+
     def execute(self, plan: StepPlan, on_layer: OnLayer | None = None) -> StepOutput:
         """See ModelRunner."""
         logits = self._runner.logits(plan, on_layer).numpy()
@@ -48,6 +53,8 @@ def plain_engine(
     max_running: int = 64,
     threads: int = 1,
     num_blocks: int = 96,
+    host_blocks: int = 0,
+    has_prefix_cache: bool = True,
 ) -> Engine:
     """Return a fresh engine over the same loaded model; its KV is NaN wherever nothing was written."""
     model = assembled.model
@@ -65,11 +72,13 @@ def plain_engine(
             max_batch_tokens=max_batch_tokens,
             max_waiting=100,
             max_model_len=min(num_blocks * block_size, 1024),
+            has_prefix_cache=has_prefix_cache,
         ),
         runner,
         layout=layout,
         num_blocks=counts,
         clock=ManualClock(),
+        host=HostTier(store, [host_blocks] * len(counts)) if host_blocks else None,
     )
 
 

@@ -8,11 +8,12 @@ import torch
 from pdserve.cluster.base.clock import ManualClock
 from pdserve.cluster.base.config import AttentionKind, EngineConfig, LinearKind
 from pdserve.cluster.base.ids import RequestId
-from pdserve.cluster.base.request import FinishReason, Request, SamplingParams
+from pdserve.cluster.base.request import FinishReason, Request, SamplingParams, forks_of
 from pdserve.workers.assembly import AssembledEngine, assemble_engine
 from pdserve.workers.engine.engine import Engine
 from pdserve.workers.engine.scheduler import SchedulerSettings
 from pdserve.workers.engine.strategies import Strategy
+from pdserve.workers.kv.host_tier import HostTier
 from pdserve.workers.model.digest import DigestModel, DigestRunner
 
 
@@ -50,6 +51,7 @@ def make_digest_engine(
     has_prefix_cache: bool = True,
     clock: ManualClock | None = None,
     strategy: Strategy | None = None,
+    host_blocks: int = 0,
     **settings_changes: object,
 ) -> Engine:
     """Return an engine on the digest model."""
@@ -65,7 +67,13 @@ def make_digest_engine(
     counts = [num_blocks] * len(model.windows)
     runner = DigestRunner(model, num_blocks=counts, block_size=block_size)
     return Engine(
-        settings, runner, layout=runner.store.layout, num_blocks=counts, clock=clock or ManualClock(), strategy=strategy
+        settings,
+        runner,
+        layout=runner.store.layout,
+        num_blocks=counts,
+        clock=clock or ManualClock(),
+        strategy=strategy,
+        host=HostTier(runner.store, [host_blocks] * len(counts)) if host_blocks else None,
     )
 
 
@@ -81,6 +89,7 @@ def make_request(
     ignore_eos: bool = True,
     priority: int = 0,
     tenant: str = "",
+    forks: int = 0,
     **sampling: object,
 ) -> Request:
     """Return a request; greedy unless a temperature is given."""
@@ -94,6 +103,7 @@ def make_request(
         resume_token_ids=tuple(resume),
         priority=priority,
         tenant=tenant,
+        forks=tuple(RequestId(f"{name}.{place}") for place in range(1, forks + 1)),
         sampling=params,
     )
 
@@ -102,7 +112,11 @@ def run(
     engine: Engine, requests: Sequence[Request], *, validate: bool = True, clock: ManualClock | None = None
 ) -> dict[str, list[int]]:
     """Submit all requests at once and return every output, resume tokens included. A step takes 0.3 s of the clock."""
-    outputs = {request.request_id: list(request.resume_token_ids) for request in requests}
+    outputs = {
+        sample.request_id: list(sample.resume_token_ids)
+        for request in requests
+        for sample in (request, *forks_of(request))
+    }
     endings: dict[str, FinishReason] = {}
     for request in requests:
         engine.scheduler.add(request)

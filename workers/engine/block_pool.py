@@ -123,6 +123,14 @@ class BlockPool:
                 cached.acquire([block for block in blocks if block != NO_BLOCK])
             return found
 
+    def share(self, group: int, blocks: Sequence[int]) -> None:
+        """Add a reference to distinct blocks in use, NO_BLOCK left out; each is released once more."""
+        numbers = np.array([block for block in blocks if block != NO_BLOCK], np.intp)
+        with self._lock:
+            references = self._groups[group].references
+            assert (references[numbers] > 0).all(), f"group {group}: a block of {list(blocks)} is free"
+            references[numbers] += 1
+
     def publish(self, group: int, block: int, name: PrefixHash) -> None:
         """Let a block in use, whose tokens all have their KV, serve hits of `name`."""
         with self._lock:

@@ -12,6 +12,7 @@ from pdserve.workers.engine.plan import StepPlan
 from pdserve.workers.engine.scheduler import PlannedPrefill, Scheduler, SchedulerSettings
 from pdserve.workers.engine.step_model import StepModel, StepShape
 from pdserve.workers.engine.strategies import Strategy
+from pdserve.workers.kv.host_tier import HostTier
 from pdserve.workers.model.runner import ModelRunner
 
 
@@ -40,6 +41,7 @@ class Engine:
         numerics_digest: str = "",
         strategy: Strategy | None = None,
         itl_target_s: float | None = None,
+        host: HostTier | None = None,
     ) -> None:
         """`num_blocks` is one number per KV group of `layout`.
 
@@ -49,9 +51,21 @@ class Engine:
             model_digest=layout.model_digest, kv_dtype=layout.kv_dtype, numerics_digest=numerics_digest
         )
         self.pool = BlockPool(num_blocks, promised_share=promised_share)
-        self.scheduler = Scheduler(settings, self.pool, layout, identity, clock, strategy)
-        self.runner = runner
+        self.host = host
         self.times = StepModel()
+        self._block_size = layout.block_size
+        self.scheduler = Scheduler(
+            settings,
+            self.pool,
+            layout,
+            identity,
+            clock,
+            strategy,
+            copy_block=self._copy_block,
+            host=host,
+            is_load_worth=self._is_load_worth,
+        )
+        self.runner = runner
         self._itl_target_s = itl_target_s
         self.num_steps = 0
         self.exports: KVExports | None = None
@@ -70,6 +84,14 @@ class Engine:
         self.times.observe(shape_of(plan), self._clock.now() - start_time)
         self.num_steps += 1
         return deltas
+
+    def _copy_block(self, group: int, source: int, target: int) -> None:
+        self.runner.copy_block(group, source, target)
+
+    def _is_load_worth(self) -> bool:
+        """True if a block comes back from the host tier quicker than it is computed; also while nothing is measured."""
+        per_token = self.times.fit.per_token
+        return self.host is not None and (per_token == 0.0 or self.host.block_s < per_token * self._block_size)
 
     def _budget(self) -> int | None:
         """Return the token budget of the next step; None if nothing limits it but the settings."""

@@ -3,10 +3,31 @@
 Used by the scheduler on the engine thread. A sequence's `blocks` are by logical number, so equally long in every group.
 """
 
-from pdserve.workers.engine.block_pool import NO_BLOCK, BlockPool, Counts
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from typing import Protocol
+
+from pdserve.cluster.base.prefix_hash import PrefixHash
+from pdserve.workers.engine.block_pool import NO_BLOCK, BlockLists, BlockPool, Counts
 from pdserve.workers.engine.prefix_cache import FirstBlocks
 from pdserve.workers.engine.row_tables import RowTables
 from pdserve.workers.engine.sequence import Sequence, blocks_for
+
+CopyBlock = Callable[[int, int, int], None]
+"""Copies the KV of a block: group, source, target."""
+
+
+class SecondLevel(Protocol):
+    """Holds copies of published blocks outside the pool. See HostTier."""
+
+    def holds(self, group: int, name: PrefixHash) -> bool:
+        """True if a copy is here."""
+
+    def save(self, group: int, block: int, name: PrefixHash) -> None:
+        """Copy a published block."""
+
+    def load(self, group: int, names: Items[PrefixHash], blocks: Items[int]) -> None:
+        """Copy what is held into blocks."""
 
 
 class Holdings:
@@ -21,8 +42,17 @@ class Holdings:
         block_size: int,
         step_tokens: int,
         has_prefix_cache: bool,
+        copy_block: CopyBlock,
+        host: SecondLevel | None,
+        is_load_worth: Callable[[], bool],
     ) -> None:
-        """`step_tokens` are the most that one step adds to a sequence."""
+        """`step_tokens` are the most that one step adds to a sequence.
+
+        With a second level, `is_load_worth` says whether copying a block from there is quicker than computing it.
+        """
+        self._host = host
+        self._is_load_worth = is_load_worth
+        self._copy_block = copy_block
         self._pool = pool
         self._tables = tables
         self._firsts = firsts
@@ -38,6 +68,8 @@ class Holdings:
             return
         names = sequence.names(sequence.num_tokens - 1, self._block_size)
         sequence.blocks = self._pool.acquire_prefix(names, self._firsts)
+        if self._host is not None and len(names) > len(sequence.blocks[0]) and self._is_load_worth():
+            self._load_more(sequence.blocks, names, self._host)
         num_blocks = len(sequence.blocks[0])
         sequence.num_computed_tokens = num_blocks * self._block_size
         sequence.num_published_blocks = num_blocks
@@ -45,6 +77,63 @@ class Holdings:
         for group, blocks in enumerate(sequence.blocks):
             sequence.first_blocks[group] = self._firsts.at_block(group, num_blocks)
             self._tables.extend(group, sequence.slot, 0, blocks)
+
+    def _load_more(self, blocks: BlockLists, names: Items[PrefixHash], host: SecondLevel) -> None:
+        """Append what the second level holds behind a prefix, as far as blocks can be had."""
+        start = len(blocks[0])
+        groups = range(self._pool.num_groups)
+        end = start
+        full = [group for group in groups if not self._firsts.has_window(group)]
+        while end < len(names) and all(host.holds(group, names[end]) for group in full):
+            end += 1
+        while end > start:
+            firsts = [max(start, self._firsts.at_block(group, end)) for group in groups]
+            if all(host.holds(group, name) for group in groups for name in names[firsts[group] : end]):
+                break
+            end -= 1
+        else:
+            return
+        new = self._pool.allocate([end - first for first in firsts])
+        if new is None:
+            return
+        for group in groups:
+            added = names[firsts[group] : end]
+            host.load(group, added, new[group])
+            blocks[group] += [NO_BLOCK] * (firsts[group] - start) + new[group]
+            for block, name in zip(new[group], added, strict=True):
+                self._pool.publish(group, block, name)
+            # What the longer prefix's window has left.
+            kept = self._firsts.at_block(group, end)
+            self._pool.release(group, blocks[group][:kept])
+            blocks[group][:kept] = [NO_BLOCK] * kept
+
+    def share(self, parent: Sequence, child: Sequence) -> bool:
+        """Give a child that has a slot its parent's prompt but the last token; False if that cannot be had now.
+
+        Whole blocks are shared; the one that the child goes on writing is copied.
+        """
+        computed = child.num_prompt_tokens - 1
+        whole = computed // self._block_size
+        groups = range(self._pool.num_groups)
+        if any(parent.first_blocks[group] > self._firsts.at_token(group, computed) for group in groups):
+            return False
+        if min(len(blocks) for blocks in parent.blocks) * self._block_size < computed:
+            return False
+        new = self._pool.allocate([1] * self._pool.num_groups)
+        if new is None:
+            return False
+        assert child.slot is not None
+        for group, (blocks, added) in enumerate(zip(parent.blocks, new, strict=True)):
+            shared = blocks[:whole]
+            self._pool.share(group, shared)
+            if computed % self._block_size:
+                self._copy_block(group, blocks[whole], added[0])
+            child.blocks[group] = [*shared, *added]
+            child.first_blocks[group] = parent.first_blocks[group]
+            self._tables.extend(group, child.slot, 0, child.blocks[group])
+        child.num_computed_tokens = computed
+        child.num_published_blocks = whole
+        return True
 
     def bind(self, sequence: Sequence, num_scheduled: int) -> bool:
         """Give a sequence that has a slot the blocks for its next tokens; False if they cannot be had."""
@@ -90,12 +179,14 @@ class Holdings:
             for group, blocks in enumerate(sequence.blocks):
                 if number >= first_whole[group] and blocks[number] != NO_BLOCK:
                     self._pool.publish(group, blocks[number], names[number])
+                    if self._host is not None:
+                        self._host.save(group, blocks[number], names[number])
         sequence.num_published_blocks = count
 
     def leave_window(self, sequence: Sequence) -> None:
         """Release the blocks that no later token of the sequence sees."""
         for group in self._window_groups:
-            held, first = sequence.first_blocks[group], self._firsts.at_token(group, sequence.num_computed_tokens)
+            held, first = sequence.first_blocks[group], self._firsts.kept_at(group, sequence.num_computed_tokens)
             if first > held:
                 blocks = sequence.blocks[group]
                 self._pool.release(group, blocks[held:first])
@@ -118,4 +209,5 @@ class Holdings:
             first = self._firsts.at_token(group, sequence.num_computed_tokens)
             assert len(blocks) >= enough, f"group {group}: KV without a block"
             assert NO_BLOCK not in blocks[first:], f"group {group}: a token that is seen has no block"
-            assert sequence.first_blocks[group] == first, f"group {group}: a block that nobody sees is held"
+            kept = self._firsts.kept_at(group, sequence.num_computed_tokens)
+            assert kept <= sequence.first_blocks[group] <= first, f"group {group}: a block that nobody sees is held"

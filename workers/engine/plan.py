@@ -67,6 +67,7 @@ class SamplingArrays:
     top_p: Float64
     min_p: Float64
     seed: UInt64
+    sample: UInt64
     position: Int64
     """Output index of the token to draw: the counter of the row's random stream."""
     num_logprobs: Int32

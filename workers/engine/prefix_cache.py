@@ -155,6 +155,10 @@ class FirstBlocks:
         """Return the first block of which the query at position `num_tokens` sees all tokens."""
         return -(-self._groups[group].first_needed(num_tokens) // self._block_size)
 
+    def kept_at(self, group: int, num_tokens: int) -> int:
+        """Return the first block that a sequence of `num_tokens` keeps: its last token can be computed again."""
+        return self.at_token(group, max(0, num_tokens - 1))
+
     def at_block(self, group: int, num_blocks: int) -> int:
         """Return the first block that the token after `num_blocks` whole blocks sees."""
         return self.at_token(group, num_blocks * self._block_size)

@@ -79,7 +79,7 @@ class Reservations:
 
     def _first_new(self, group: int, num_tokens: int, num_cached_blocks: int) -> int:
         """Return the first block to bind: behind the cached prefix, and not before the window of what follows."""
-        return max(num_cached_blocks, self._firsts.at_token(group, num_tokens))
+        return max(num_cached_blocks, self._firsts.kept_at(group, num_tokens))
 
     def bind(self, reservation: Reservation) -> None:
         """Turn the promise into blocks; nothing changes if it is bound."""

@@ -6,7 +6,7 @@ Kept so that a step's plan is a few array gathers instead of a loop over sequenc
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.cluster.base.request import SamplingParams
+from pdserve.cluster.base.request import Request
 from pdserve.workers.engine.plan import Int32, Int64, RowRules, SamplingArrays
 
 
@@ -22,6 +22,7 @@ class RowTables:
         self._top_p = np.ones(num_rows)
         self._min_p = np.zeros(num_rows)
         self._seed = np.zeros(num_rows, np.uint64)
+        self._sample = np.zeros(num_rows, np.uint64)
         self._num_logprobs = np.full(num_rows, -1, np.int32)
 
     def take_row(self) -> int | None:
@@ -31,8 +32,10 @@ class RowTables:
         except IndexError:
             return None
 
-    def fill_row(self, row: int, sampling: SamplingParams) -> None:
+    def fill_row(self, row: int, request: Request) -> None:
         """Set the sampling parameters of a row that was taken."""
+        sampling = request.sampling
+        self._sample[row] = request.sample
         self._temperature[row] = sampling.temperature
         self._top_k[row] = sampling.top_k
         self._top_p[row] = sampling.top_p
@@ -67,6 +70,7 @@ class RowTables:
             top_p=self._top_p[rows],
             min_p=self._min_p[rows],
             seed=self._seed[rows],
+            sample=self._sample[rows],
             position=positions,
             num_logprobs=self._num_logprobs[rows],
             rules=rules,

@@ -111,7 +111,7 @@ def _draw(weights, uniform):  # type: ignore[no-untyped-def]  # numba infers the
 
 
 @numba.njit(nogil=True, cache=True)
-def _sample_row(logits, temperature, top_k, top_p, min_p, seed, position):  # type: ignore[no-untyped-def]  # numba infers the types
+def _sample_row(logits, temperature, top_k, top_p, min_p, seed, sample, position):  # type: ignore[no-untyped-def]  # numba infers the types
     peak = logits.max()
     weights = np.empty(logits.shape[0], np.float64)
     for token in range(logits.shape[0]):
@@ -122,7 +122,7 @@ def _sample_row(logits, temperature, top_k, top_p, min_p, seed, position):  # ty
         for token in range(weights.shape[0]):
             if weights[token] < min_p:  # the largest weight is 1
                 weights[token] = 0.0
-    return _draw(weights, philox_uniform(seed, np.uint64(0), np.uint64(position)))
+    return _draw(weights, philox_uniform(seed, sample, np.uint64(position)))
 
 
 def sample_rows(logits: NDArray[np.float32], sampling: SamplingArrays, rows: Int64 | NDArray[np.intp]) -> Int32:
@@ -136,6 +136,7 @@ def sample_rows(logits: NDArray[np.float32], sampling: SamplingArrays, rows: Int
             sampling.top_p[row],
             sampling.min_p[row],
             sampling.seed[row],
+            sampling.sample[row],
             sampling.position[row],
         )
     return token_ids

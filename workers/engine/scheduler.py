@@ -12,7 +12,7 @@ youngest, or fail by their own deadlines).
 """
 
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -25,7 +25,7 @@ from pdserve.cluster.base.kv_layout import KVLayout
 from pdserve.cluster.base.prefix_hash import PrefixHash, PrefixIdentity, extend_chain
 from pdserve.cluster.base.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from pdserve.workers.engine.block_pool import NO_BLOCK, BlockLists, BlockPool
-from pdserve.workers.engine.holdings import Holdings
+from pdserve.workers.engine.holdings import CopyBlock, Holdings, SecondLevel
 from pdserve.workers.engine.logit_rules import LogitRules, has_rules
 from pdserve.workers.engine.plan import StepOutput, StepPlan
 from pdserve.workers.engine.plan_builder import build_plan
@@ -98,8 +98,12 @@ class Scheduler:
         identity: PrefixIdentity,
         clock: Clock,
         strategy: Strategy | None = None,
+        *,
+        copy_block: CopyBlock,
+        host: SecondLevel | None = None,
+        is_load_worth: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Without a `strategy`: in order of arrival."""
+        """Without a `strategy`: in order of arrival. See Holdings for the others."""
         self._settings = settings
         self._strategy = strategy or FirstCome()
         self._pool = pool
@@ -126,6 +130,9 @@ class Scheduler:
             block_size=settings.block_size,
             step_tokens=settings.max_batch_tokens,
             has_prefix_cache=settings.has_prefix_cache,
+            copy_block=copy_block,
+            host=host,
+            is_load_worth=is_load_worth,
         )
         self.reservations = Reservations(pool, self._tables, self._firsts, settings.block_size)
         self._num_arrivals = 0
@@ -208,6 +215,29 @@ class Scheduler:
         self._holdings.publish_arrived(sequence)
         self._holdings.leave_window(sequence)
         self._run(sequence, reservation.row)
+        if request.resume_token_ids:
+            # Its first token was sampled where its prompt was computed.
+            self._fork(sequence)
+
+    def _fork(self, sequence: Sequence) -> None:
+        """Begin the further samples of a sequence whose prompt is computed; nothing happens if they have begun.
+
+        They share its blocks if there is a place for them now. Others wait, and find the prompt in the prefix cache.
+        """
+        forks, sequence.forks = sequence.forks, []
+        for request in forks:
+            child = self._arrive(request, is_prefill_only=False)
+            row = self._tables.take_row()
+            if row is not None:
+                child.slot = row
+                if self._holdings.share(sequence, child):
+                    self.num_queued_prompt_tokens -= child.num_computed_tokens
+                    self._strategy.admitted(child, 0)
+                    self._run(child, row)
+                    continue
+                child.slot = None
+                self._tables.return_row(row)
+            self._wait(child)
 
     def _refuse_copy(self, request: Request) -> None:
         key = (request.request_id, request.attempt)
@@ -334,13 +364,14 @@ class Scheduler:
         self.num_queued_prompt_tokens += 1
         self.num_sampled_tokens += 1
         self._strategy.generated(sequence)
+        if not sequence.is_prefill_only:
+            self._fork(sequence)
         reason = self._finish_reason(sequence, token_id)
         if reason is not None or sequence.is_prefill_only:
             self._finish(sequence)
         return TokenDelta(
             request_id=request.request_id,
             attempt=request.attempt,
-            sample=0,
             index=index,
             token_ids=(token_id,),
             finish_reason=reason,
@@ -462,7 +493,7 @@ class Scheduler:
 
     def _run(self, sequence: Sequence, row: int) -> None:
         sequence.slot = row
-        self._tables.fill_row(row, sequence.request.sampling)
+        self._tables.fill_row(row, sequence.request)
         sequence.state = SequenceState.RUNNING
         if sequence.admitted_time is None:
             sequence.admitted_time = self._clock.now()

@@ -14,7 +14,7 @@ from enum import StrEnum
 import numpy as np
 
 from pdserve.cluster.base.prefix_hash import PrefixHash, extend_chain
-from pdserve.cluster.base.request import Request, TokenLogprobs
+from pdserve.cluster.base.request import Request, TokenLogprobs, forks_of
 from pdserve.workers.engine.logit_rules import LogitRules
 
 
@@ -37,6 +37,7 @@ class Sequence:
         "blocks",
         "chain",
         "first_blocks",
+        "forks",
         "is_prefill_only",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -86,6 +87,7 @@ class Sequence:
         self.num_published_blocks = 0
         self.num_cached_tokens = 0
         self.num_lost_tokens = 0
+        self.forks = [] if is_prefill_only else forks_of(request)
         self.blocked_time: float | None = None
         self.rules = rules
         self.prompt_logprobs: list[TokenLogprobs] = []

@@ -61,7 +61,9 @@ class RemotePrefill:
 
     @property
     def needs_kv(self) -> bool:
-        """False if the next token is the last one."""
+        """False if the next token is the last one, of every sample."""
+        if self.request.forks:
+            return True
         return len(self.request.resume_token_ids) + 1 < self.request.sampling.max_tokens
 
     def emit(self, token_id: int) -> None:

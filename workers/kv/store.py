@@ -30,6 +30,11 @@ class KVStore:
             torch.zeros((counts[layer], *shape), dtype=dtype, device=device) for layer in range(layout.num_layers)
         ]
 
+    def copy_block(self, group: int, source: int, target: int) -> None:
+        """Copy a block's KV in all layers of a group."""
+        for index in self.layout.groups[group].layers:
+            self._layers[index][target] = self._layers[index][source]
+
     def layer(self, index: int) -> torch.Tensor:
         """Return the KV of one layer."""
         return self._layers[index]

@@ -69,7 +69,9 @@ class DigestModel:
             ),
         )
 
-    def next_token(self, histories: list[UInt64Array], request_seed: int, index: int, *, is_greedy: bool) -> int:
+    def next_token(
+        self, histories: list[UInt64Array], request_seed: int, sample: int, index: int, *, is_greedy: bool
+    ) -> int:
         """Return the token after the given KV: one array [tokens, layers, 2, heads] per group, windows already cut."""
         state = np.zeros(1, np.uint64)
         with np.errstate(over="ignore"):
@@ -77,7 +79,7 @@ class DigestModel:
                 weights = np.arange(1, history.size + 1, dtype=np.uint64)
                 state = mix(state + (history.reshape(-1) * weights).sum(keepdims=True))
         if not is_greedy:
-            uniform = philox_uniform(np.uint64(request_seed), np.uint64(0), np.uint64(index))
+            uniform = philox_uniform(np.uint64(request_seed), np.uint64(sample), np.uint64(index))
             state = mix(state ^ np.uint64(int(uniform * 2**53)))
         return int(state[0] % np.uint64(self.vocab_size))
 
@@ -92,7 +94,11 @@ class DigestModel:
                 start = max(0, len(tokens) - window) if window else 0
                 histories.append(self.kv(group, tokens[start:], positions[start:]))
             token = self.next_token(
-                histories, request.sampling.seed, len(output), is_greedy=request.sampling.temperature == 0.0
+                histories,
+                request.sampling.seed,
+                request.sample,
+                len(output),
+                is_greedy=request.sampling.temperature == 0.0,
             )
             output.append(token)
             tokens = np.append(tokens, np.int32(token))
@@ -113,6 +119,10 @@ class DigestRunner:
 
     def bind_thread(self) -> None:
         """Nothing to set: this runner has no threads."""
+
+    def copy_block(self, group: int, source: int, target: int) -> None:
+        """See ModelRunner."""
+        self.store.copy_block(group, source, target)
 
     def execute(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> StepOutput:
         """See ModelRunner.execute. There are no logits: rules and log probabilities are refused."""
@@ -143,6 +153,7 @@ class DigestRunner:
         return self._model.next_token(
             histories,
             int(plan.sampling.seed[index]),
+            int(plan.sampling.sample[index]),
             int(plan.sampling.position[index]),
             is_greedy=bool(plan.sampling.temperature[index] == 0.0),
         )

@@ -40,6 +40,9 @@ class ModelRunner(Protocol):
         `on_layer` is called with each layer's number once the KV of the step's tokens is in the store.
         """
 
+    def copy_block(self, group: int, source: int, target: int) -> None:
+        """Copy a block's KV in all layers of a group; between steps."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
@@ -87,6 +90,10 @@ class TransformerRunner:
             if plan.scored is not None:
                 output = replace(output, scores=head.score(hidden[num_sampled:], plan.scored))
             return output
+
+    def copy_block(self, group: int, source: int, target: int) -> None:
+        """See ModelRunner."""
+        self._store.copy_block(group, source, target)
 
     def logits(self, plan: StepPlan, on_layer: OnLayer | None = None) -> torch.Tensor:
         """Compute the plan; return fp32 logits of its sampled rows, [S, V]. For tests and the self-test."""
@@ -183,6 +190,7 @@ class TransformerRunner:
                 top_p=zeros + 0.9,
                 min_p=zeros,
                 seed=zeros.astype(np.uint64),
+                sample=zeros.astype(np.uint64),
                 position=zeros.astype(np.int64),
                 num_logprobs=np.full(len(rows), -1, np.int32),
             ),

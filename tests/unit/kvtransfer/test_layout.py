@@ -47,7 +47,7 @@ def test_every_needed_token_of_every_layer_is_sent_once_in_chunks_that_fit(
         (group, layer, token)
         for group, spec in enumerate(LAYOUT.groups)
         for layer in range(len(spec.layers))
-        for token in range(max(num_held, spec.first_needed(num_tokens)), num_tokens)
+        for token in range(max(num_held, spec.first_needed(num_tokens - 1)), num_tokens)
     }
     assert sent == dict.fromkeys(expected, 1)
 
@@ -115,12 +115,16 @@ def test_what_is_held_is_usable_if_the_windows_are_there() -> None:
     for chunk in chunks[: len(chunks) // 2]:
         coverage.add(chunk)
     assert coverage.num_usable(20) == 16
-    # For a prompt of 24 the first token is not sent: no later query sees it, but one at position 16 does.
-    assert coverage.num_held(24) == 16
+    # For a prompt of 25 the first token is not sent: the last one does not see it, but one at position 16 does.
+    assert coverage.num_held(25) == 16
     coverage = Coverage(LAYOUT)
-    for chunk in all_chunks(24, 0, 16, 1 << 20):
+    whole = list(all_chunks(25, 0, 16, 1 << 20))
+    for chunk in whole[:-1]:
         coverage.add(chunk)
-    assert (coverage.num_held(24), coverage.num_usable(24)) == (16, 0)
+    assert (coverage.num_held(25), coverage.num_usable(25)) == (16, 0)
+    # With everything here only the last token is computed again.
+    coverage.add(whole[-1])
+    assert (coverage.num_held(25), coverage.num_usable(25)) == (16, 24)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ LAYOUT = KVLayout(
 )
 FIRST = ChunkRange(group=0, first_layer=0, end_layer=1, first_token=0, end_token=16)
 SECOND = ChunkRange(group=0, first_layer=0, end_layer=1, first_token=16, end_token=20)
-SAMPLED = TokenDelta(request_id=RequestId("at-source"), attempt=0, sample=0, index=0, token_ids=(7,))
+SAMPLED = TokenDelta(request_id=RequestId("at-source"), attempt=0, index=0, token_ids=(7,))
 LAST = replace(SAMPLED, finish_reason=FinishReason.STOP)
 TOKEN = EmitFirstToken(token=SAMPLED)
 

@@ -21,7 +21,6 @@ def delta(token_ids: Sequence[int], reason: FinishReason | None = None, error: s
     return TokenDelta(
         request_id=RequestId("r"),
         attempt=0,
-        sample=0,
         index=0,
         token_ids=tuple(token_ids),
         finish_reason=reason,

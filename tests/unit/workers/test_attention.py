@@ -17,6 +17,7 @@ EMPTY = SamplingArrays(
     top_p=np.zeros(0),
     min_p=np.zeros(0),
     seed=np.zeros(0, np.uint64),
+    sample=np.zeros(0, np.uint64),
     position=np.zeros(0, np.int64),
     num_logprobs=np.zeros(0, np.int32),
 )

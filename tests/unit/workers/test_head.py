@@ -23,6 +23,7 @@ def make_sampling(temperature: list[float]) -> SamplingArrays:
         top_p=np.ones(rows),
         min_p=np.zeros(rows),
         seed=np.arange(rows, dtype=np.uint64),
+        sample=np.zeros(rows, np.uint64),
         position=np.zeros(rows, np.int64),
         num_logprobs=np.full(rows, -1, np.int32),
     )

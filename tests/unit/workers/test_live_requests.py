@@ -9,7 +9,7 @@ KEY = (RequestId("r"), 0)
 
 
 def delta(index: int, tokens: tuple[int, ...], reason: FinishReason | None = None) -> TokenDelta:
-    return TokenDelta(request_id=KEY[0], attempt=0, sample=0, index=index, token_ids=tokens, finish_reason=reason)
+    return TokenDelta(request_id=KEY[0], attempt=0, index=index, token_ids=tokens, finish_reason=reason)
 
 
 def make() -> LiveRequests:
@@ -32,9 +32,10 @@ def test_an_ending_lost_with_its_connection_can_be_reclaimed_for_a_while() -> No
     live = make()
     live.deliver([delta(2, (5,), FinishReason.STOP)], 5.0)
     live.channel_closed(7, now=6.0)
-    assert live.reclaim(KEY, channel=9, next_index=2) == delta(2, (5,), FinishReason.STOP)
+    assert live.reclaim(KEY, channel=9, next_index=2) == [delta(2, (5,), FinishReason.STOP)]
     live.forget_ended(now=10.9)
-    assert live.reclaim(KEY, channel=9, next_index=3) == delta(3, (), FinishReason.STOP)
+    # The receiver knows the token, and takes the ending.
+    assert live.reclaim(KEY, channel=9, next_index=3) == [delta(2, (5,), FinishReason.STOP)]
     live.forget_ended(now=11.0)
     assert live.reclaim(KEY, channel=9, next_index=3) is None
     assert live.reap(now=99.0) == []
@@ -51,7 +52,7 @@ def test_a_reclaim_gets_what_it_missed_and_then_the_rest() -> None:
     live.deliver([delta(2, (5,)), delta(3, (6,))], 5.0)
     assert live.channel_closed(7, now=10.0) == 1
     assert live.deliver([delta(4, (7,))], 5.0) == {}
-    assert live.reclaim(KEY, channel=9, next_index=3) == delta(3, (6, 7))
+    assert live.reclaim(KEY, channel=9, next_index=3) == [delta(3, (6,)), delta(4, (7,))]
     assert live.deliver([delta(5, (8,))], 5.0) == {9: [delta(5, (8,))]}
     assert live.reap(now=20.0) == []
 
@@ -60,7 +61,7 @@ def test_an_ending_missed_while_orphaned_comes_with_the_reclaim() -> None:
     live = make()
     live.channel_closed(7, now=10.0)
     live.deliver([delta(2, (5,)), delta(3, (6,), FinishReason.STOP)], 5.0)
-    assert live.reclaim(KEY, channel=9, next_index=2) == delta(2, (5, 6), FinishReason.STOP)
+    assert live.reclaim(KEY, channel=9, next_index=2) == [delta(2, (5,)), delta(3, (6,), FinishReason.STOP)]
     assert len(live) == 0
 
 

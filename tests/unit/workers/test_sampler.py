@@ -31,6 +31,7 @@ def arrays(rows: int, **values: float) -> SamplingArrays:
         top_p=full("top_p", 1.0),
         min_p=full("min_p", 0.0),
         seed=np.arange(rows, dtype=np.uint64),
+        sample=np.zeros(rows, np.uint64),
         position=np.zeros(rows, np.int64),
         num_logprobs=np.full(rows, -1, np.int32),
     )

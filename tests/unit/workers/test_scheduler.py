@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pdserve.cluster.base.clock import ManualClock
 from pdserve.cluster.base.errors import InvalidRequestError, OverloadedError
 from pdserve.cluster.base.ids import RequestId
-from pdserve.cluster.base.request import FinishReason, Request
+from pdserve.cluster.base.request import FinishReason, Request, forks_of
 from pdserve.workers.engine.scheduler import VictimPolicy
 from pdserve.workers.engine.strategies import Fair, FirstCome, Priority, ShortestPrefill, Strategy
 from pdserve.workers.model.digest import DigestModel
@@ -34,6 +34,8 @@ def workloads(draw: st.DrawFn) -> tuple[list[Request], Limits]:
         "strategy": draw(st.sampled_from(STRATEGIES))(),
         "victim": draw(st.sampled_from(list(VictimPolicy))),
         "skip_age_s": draw(st.sampled_from((0.0, 1.0, 1e9))),
+        "has_prefix_cache": draw(st.booleans()),
+        "host_blocks": draw(st.sampled_from((0, 2, 50))),
         "block_size": block_size,
         "num_blocks": num_blocks,
         "max_running": draw(st.integers(1, 6)),
@@ -57,6 +59,7 @@ def workloads(draw: st.DrawFn) -> tuple[list[Request], Limits]:
                 priority=draw(st.integers(0, 2)),
                 tenant=draw(st.sampled_from("abc")),
                 resume=prompts_of([resume], seed=100 + number)[0] if resume else (),
+                forks=draw(st.integers(0, 3)) if not resume else 0,
             )
         )
     return requests, limits
@@ -70,7 +73,8 @@ def test_every_text_is_the_definitions_text(workload: tuple[list[Request], Limit
     engine = make_digest_engine(MODEL, clock=clock, **limits)
     outputs = run(engine, requests, clock=clock)
     for request in requests:
-        assert outputs[request.request_id] == MODEL.generate(request)
+        for sample in (request, *forks_of(request)):
+            assert outputs[sample.request_id] == MODEL.generate(sample)
     assert engine.pool.is_all_free
     assert engine.scheduler.num_queued_prompt_tokens == 0
 
@@ -83,24 +87,28 @@ def test_aborts_at_any_step_leave_neighbours_and_pool_intact(
     requests, limits = workload
     clock = ManualClock()
     engine = make_digest_engine(MODEL, clock=clock, **limits)
-    outputs: dict[str, list[int]] = {request.request_id: list(request.resume_token_ids) for request in requests}
+    samples = [sample for request in requests for sample in (request, *forks_of(request))]
+    outputs: dict[str, list[int]] = {sample.request_id: list(sample.resume_token_ids) for sample in samples}
     waiting, aborted = list(requests), set()
     while waiting or engine.scheduler.has_work:
         action = data.draw(st.integers(0, 3))
         clock.advance(0.3)
         if waiting and action != 1:
             engine.scheduler.add(waiting.pop())
-        elif action == 1 and len(aborted) < len(requests) - 1:
-            victim = data.draw(st.sampled_from(requests))
+        elif action == 1 and len(aborted) < len(samples) - 1:
+            victim = data.draw(st.sampled_from(samples))
             if engine.scheduler.abort(victim.request_id, victim.attempt):
                 aborted.add(victim.request_id)
         for delta in engine.step():
             assert delta.request_id not in aborted
             outputs[delta.request_id].extend(delta.token_ids)
         engine.scheduler.validate()
-    for request in requests:
-        if request.request_id not in aborted:
-            assert outputs[request.request_id] == MODEL.generate(request)
+    for sample in samples:
+        name = sample.request_id
+        # A fork whose first sample was aborted before its prompt was computed never began.
+        has_begun = not sample.sample or name.partition(".")[0] not in aborted or outputs[name]
+        if name not in aborted and has_begun:
+            assert outputs[name] == MODEL.generate(sample)
     assert engine.pool.is_all_free
 
 
