@@ -1,12 +1,16 @@
 """Fixtures shared by all tests."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from pdserve.cluster.base.config import cache_dir
+from pdserve.cluster.base.config import LinearKind, cache_dir
+from pdserve.workers.assembly import AssembledEngine
 from pdserve.workers.model.source import prepare_model
 from support.checkpoints import FAMILIES, save_checkpoint
+from support.engines import make_engine
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +30,9 @@ def odd_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def demo_folder() -> Path:
     """The converted demo model, from the cache."""
     return prepare_model("demo", cache_dir(), lambda stage, share: None)
+
+
+@pytest.fixture(scope="session")
+def demo_models(demo_folder: Path) -> Callable[[LinearKind], AssembledEngine]:
+    """Loads the demo model with a kind of weights, once; see bits.plain_engine for engines of one's own."""
+    return functools.cache(lambda linear: make_engine(demo_folder, linear=linear, threads=2, kv_memory_gib=0.1))

@@ -76,28 +76,33 @@ def test_what_a_crashed_head_left_is_swept(cli: Cli, tiny_checkpoints: dict[str,
     assert_nothing_left(before)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--model", "/nowhere"), "model.path /nowhere: no such folder or file"),
-        (("--set", "engine.kv_memory_gib=900"), "not enough memory"),
-        (("--set", "engine.kv_memory_gib=0.0001"), "this model needs at least"),
-        (("--set", "engine.blok_size=16"), "engine.blok_size: unknown key; did you mean 'block_size'?"),
-        (("--set", "model.max_model_len=10000000"), "model.max_model_len 10000000"),
-        (("--set", "noequals"), "must be KEY=VALUE"),
-        (("--mixed", "0"), "at least one decode or mixed worker must own requests"),
-        (("--prefill", "1"), "prefill workers need a decode worker"),
-        (("--set", "workers.num_cpus=900"), "needs 900 CPUs"),
-        (("--config", "/nowhere.yaml"), "cannot read /nowhere.yaml"),
-    ],
+IMPOSSIBLE = (
+    (("--model", "/nowhere"), "model.path /nowhere: no such folder or file"),
+    (("--set", "engine.kv_memory_gib=900"), "not enough memory"),
+    (("--set", "engine.kv_memory_gib=0.0001"), "this model needs at least"),
+    (("--set", "engine.blok_size=16"), "engine.blok_size: unknown key; did you mean 'block_size'?"),
+    (("--set", "model.max_model_len=10000000"), "model.max_model_len 10000000"),
+    (("--set", "noequals"), "must be KEY=VALUE"),
+    (("--mixed", "0"), "at least one decode or mixed worker must own requests"),
+    (("--prefill", "1"), "prefill workers need a decode worker"),
+    (("--set", "workers.num_cpus=900"), "needs 900 CPUs"),
+    (("--config", "/nowhere.yaml"), "cannot read /nowhere.yaml"),
 )
+
+
 def test_an_impossible_configuration_is_refused_before_anything_starts(
-    cli: Cli, tiny_checkpoints: dict[str, Path], arguments: tuple[str, ...], message: str
+    cli: Cli, tiny_checkpoints: dict[str, Path]
 ) -> None:
     before = Traces()
-    answer = cli.run("up", "--model", str(tiny_checkpoints["qwen2"]), *TINY, *arguments, timeout_s=30)
-    assert answer.returncode == 2, answer.stderr
-    assert message in answer.stderr
+
+    def up(arguments: tuple[str, ...]) -> "subprocess.CompletedProcess[str]":
+        return cli.run("up", "--model", str(tiny_checkpoints["qwen2"]), *TINY, *arguments, timeout_s=60)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(up, (arguments for arguments, _ in IMPOSSIBLE)))
+    for (arguments, message), answer in zip(IMPOSSIBLE, answers, strict=True):
+        assert answer.returncode == 2, (arguments, answer.stderr)
+        assert message in answer.stderr
     assert Traces().sessions <= before.sessions
 
 

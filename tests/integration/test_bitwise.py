@@ -1,12 +1,14 @@
 """The bitwise class: a request's logits and text depend on the request and its seed alone."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from pdserve.cluster.base.config import LinearKind
 from pdserve.cluster.base.worker_info import NumericsClass
+from pdserve.workers.assembly import AssembledEngine
 from support.bits import alone, assert_same_bits, make_seeded_requests, record, recording_engine
 from support.checkpoints import FAMILIES
 from support.engines import make_engine, make_request, prompts_of, run
@@ -85,8 +87,10 @@ def test_odd_widths_have_the_same_bits(odd_checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("linear", list(LinearKind))
-def test_the_demo_model_has_the_same_bits_in_any_batch(demo_folder: Path, linear: LinearKind) -> None:
-    assembled = make_engine(demo_folder, linear=linear, threads=2, kv_memory_gib=0.1)
+def test_the_demo_model_has_the_same_bits_in_any_batch(
+    demo_models: Callable[[LinearKind], AssembledEngine], linear: LinearKind
+) -> None:
+    assembled = demo_models(linear)
     assert assembled.numerics.numerics_class is NumericsClass.BITWISE, assembled.numerics.note
     requests = [
         make_request(str(seed), prompt, temperature=0.9, seed=seed, max_tokens=4)

@@ -1,5 +1,6 @@
 """Greedy tokens equal transformers fp32, for every family and for the demo model."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from pdserve.cluster.base.config import AttentionKind, LinearKind
+from pdserve.workers.assembly import AssembledEngine
+from support.bits import plain_engine
 from support.checkpoints import FAMILIES
 from support.engines import make_engine, make_request, prompts_of, run
 
@@ -68,7 +71,9 @@ def test_odd_widths_equal_transformers(odd_checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("linear", list(LinearKind))
-def test_demo_model_equals_transformers(demo_folder: Path, linear: LinearKind) -> None:
+def test_demo_model_equals_transformers(
+    demo_folder: Path, demo_models: Callable[[LinearKind], AssembledEngine], linear: LinearKind
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(demo_folder), local_files_only=True)
     texts = [
         "The capital of France is",
@@ -81,7 +86,7 @@ def test_demo_model_equals_transformers(demo_folder: Path, linear: LinearKind) -
         "Machine learning is a field of study " * 8,
     ]
     prompts = [tokenizer(text).input_ids for text in texts]
-    engine = make_engine(demo_folder, linear=linear, threads=2, kv_memory_gib=0.3).engine
+    engine = plain_engine(demo_models(linear), threads=2)
     outputs = run(engine, [make_request(str(i), prompt, max_tokens=NUM_TOKENS) for i, prompt in enumerate(prompts)])
     model = oracle(demo_folder)
     for i, prompt in enumerate(prompts):

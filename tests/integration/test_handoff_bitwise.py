@@ -1,6 +1,7 @@
 """Disaggregated = colocated, bit by bit, on real models over both transports."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -63,8 +64,10 @@ async def test_odd_widths_have_the_same_bits_disaggregated(odd_checkpoint: Path)
 
 
 @pytest.mark.parametrize("transport", list(TransportKind))
-async def test_the_demo_model_has_the_same_bits_disaggregated(demo_folder: Path, transport: TransportKind) -> None:
-    assembled = make_engine(demo_folder, linear=LinearKind.FP16, kv_memory_gib=0.1)
+async def test_the_demo_model_has_the_same_bits_disaggregated(
+    demo_models: Callable[[LinearKind], AssembledEngine], transport: TransportKind
+) -> None:
+    assembled = demo_models(LinearKind.FP16)
     requests = [
         make_request(str(seed), prompt, temperature=0.9, seed=seed, max_tokens=4)
         for seed, prompt in enumerate(prompts_of((5, 40, 600), vocab_size=200000), start=1)
