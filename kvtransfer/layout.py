@@ -155,8 +155,16 @@ class Coverage:
         """
         if self.is_complete(num_tokens):
             return num_tokens - 1
-        held = min(self.num_held(num_tokens), num_tokens - 1)
-        return held if self._holds(held, held) else 0
+        last = self._whole_blocks(min(self._unbroken_end(), num_tokens - 1))
+        return next((end for end in range(last, 0, -self._layout.block_size) if self._holds(end, end)), 0)
+
+    def _unbroken_end(self) -> int:
+        """Return how far groups without a window hold everything from the beginning."""
+        ends = [
+            _reach(ranges, 0) for (group, _), ranges in self._ranges.items() if not self._layout.groups[group].window
+        ]
+        latest = max((end for ranges in self._ranges.values() for _, end in ranges), default=0)
+        return min(ends, default=latest)
 
     def _whole_blocks(self, count: int) -> int:
         return count // self._layout.block_size * self._layout.block_size

@@ -6,13 +6,13 @@ Counts what the client sees: first token, gaps, endings.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdserve.cluster.base.clock import Clock
 from pdserve.cluster.base.errors import PdserveError
 from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.metrics import IngressMetrics
-from pdserve.cluster.base.request import FinishReason, Request
+from pdserve.cluster.base.request import FinishReason, Request, TokenDelta, TokenLogprobs
 from pdserve.router.answers import Usage
 from pdserve.router.choice import Choice, ChoicePlan, Piece
 from pdserve.router.detokenizer import Decoder
@@ -83,6 +83,7 @@ class Answer:
         self._plan = plan
         self._shared = shared
         self._has_first_token = False
+        self._prompt_scores: dict[RequestId, tuple[TokenLogprobs, ...]] = {}
         self._is_closed = False
         self._pieces: asyncio.Queue[IndexedPiece | Exception] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -170,6 +171,8 @@ class Answer:
         clock = self._shared.clock
         last_time: float | None = None
         async for delta in run:
+            if delta.index == 0:
+                delta = self._with_prompt_scores(choice, delta)
             if delta.token_ids:
                 now = clock.now()
                 self._observe(len(delta.token_ids), now, last_time)
@@ -180,6 +183,15 @@ class Answer:
             if piece.finish_reason is not None:
                 return piece.finish_reason
         raise AssertionError("a stream ends with a finish reason")
+
+    def _with_prompt_scores(self, choice: Choice, delta: TokenDelta) -> TokenDelta:
+        """A fork that shares its first sample's prompt has that one's log probabilities: these come first."""
+        request = self._plan.requests[choice.index]
+        first = self._plan.requests[choice.index - request.sample].request_id
+        if delta.prompt_logprobs:
+            self._prompt_scores.setdefault(first, delta.prompt_logprobs)
+            return delta
+        return replace(delta, prompt_logprobs=self._prompt_scores.get(first, ()))
 
     def _observe(self, num_tokens: int, now: float, last_time: float | None) -> None:
         metrics = self._shared.metrics

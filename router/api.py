@@ -61,7 +61,7 @@ class GenerationBody(BaseModel):
     ignore_eos: bool | None = None
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=10, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=10, allow_inf_nan=False)
     logit_bias: dict[str, Bias] | None = None
     min_tokens: int | None = Field(default=None, ge=0)
     stop_token_ids: Tokens | None = Field(default=None, max_length=MAX_STOP_TOKENS)
@@ -86,7 +86,7 @@ class GenerationBody(BaseModel):
             raise _FieldError("min_tokens", f"is {self.min_tokens}, more than max_tokens ({self.token_limit})")
         if self.logit_bias is not None:
             for key in self.logit_bias:
-                if not (key.isascii() and key.isdigit() and len(key) < 10):
+                if not (key.isascii() and key.isdigit() and len(key) < 10 and str(int(key)) == key):
                     raise _FieldError("logit_bias", f"has the key {_shorten(key)}; keys are token ids")
         stops = self.stop_strings
         if len(stops) > MAX_STOP_STRINGS:

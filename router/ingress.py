@@ -49,6 +49,8 @@ from pdserve.router.tokenization import FALLBACK_STOP, Tokenizer
 
 logger = logging.getLogger(__name__)
 
+MAX_SCORED_PROMPT = 65536
+"""Their log probabilities travel in one frame."""
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for /v1/completions; chat answers default to all that fits."""
 
@@ -280,6 +282,11 @@ class _Service:
         # To score a prompt alone, one token is sampled and dropped.
         limit = 1 if body.token_limit == 0 else body.token_limit
         max_tokens = self._tokenizer.output_limit(len(ids), limit, default_tokens, param)
+        if body.has_echo and body.num_logprobs is not None and len(ids) > MAX_SCORED_PROMPT:
+            raise InvalidRequestError(
+                f"logprobs with echo: the prompt has {len(ids)} tokens, at most {MAX_SCORED_PROMPT} are scored",
+                param="logprobs",
+            )
         min_tokens = body.min_tokens or 0
         if min_tokens > max_tokens:
             raise InvalidRequestError(

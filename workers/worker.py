@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 
 from pdserve.cluster.base.clock import Clock
 from pdserve.cluster.base.config import TransferConfig
-from pdserve.cluster.base.errors import ChannelClosedError, InvalidRequestError, OverloadedError
+from pdserve.cluster.base.errors import ChannelClosedError, InvalidRequestError, OverloadedError, ProtocolError
 from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.messages import (
     Abort,
@@ -399,6 +399,9 @@ class Worker:
         except ChannelClosedError as error:
             # channel_closed follows and orphans what this channel held.
             logger.debug("a message could not be posted: %s", error)
+        except ProtocolError as error:
+            # It is too large: only its own request suffers, by a gap that the ingress sees.
+            logger.error("a message could not be posted: %s", error)
 
 
 class ControllerLink:

@@ -149,6 +149,14 @@ async def test_min_tokens_holds_stop_strings_and_stop_tokens_off(client: httpx.A
     assert (later["choices"][0]["finish_reason"], later["usage"]["completion_tokens"]) == ("stop", 5)
 
 
+async def test_every_sample_carries_the_scores_of_its_prompt(client: httpx.AsyncClient) -> None:
+    answer = await complete(client, echo=True, logprobs=1, n=3, temperature=1.0, seed=2)
+    scores = [choice["logprobs"]["token_logprobs"] for choice in answer["choices"]]
+    assert [len(found) for found in scores] == [len(PROMPT_IDS) + 8] * 3
+    assert scores[0][: len(PROMPT_IDS)] == scores[1][: len(PROMPT_IDS)] == scores[2][: len(PROMPT_IDS)]
+    assert len({tuple(found) for found in scores}) == 3
+
+
 async def test_penalties_keep_a_text_from_repeating_itself(client: httpx.AsyncClient) -> None:
     plain = await complete(client, max_tokens=60, logprobs=0)
     penalised = await complete(client, max_tokens=60, logprobs=0, frequency_penalty=2, presence_penalty=2)

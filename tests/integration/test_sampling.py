@@ -182,3 +182,24 @@ async def test_everything_is_equal_disaggregated(assembled: AssembledEngine) -> 
             ]
             found = await asyncio.gather(*(outcome_of(replayer, request) for request in named))
             assert list(found) == expected
+
+
+async def test_a_scored_prompt_that_is_cached_is_scored_wherever_it_is_computed(assembled: AssembledEngine) -> None:
+    # The source refuses while the sink holds most of the prompt: the sink computes all of it.
+    prompt = prompts_of([100])[0]
+    request = make_request("r", prompt, max_tokens=4, num_logprobs=1, num_prompt_logprobs=1)
+    (expected,) = run_all(plain_engine(assembled), [request]).values()
+    prefill, decode = plain_engine(assembled), plain_engine(assembled)
+    run_all(decode, [make_request("seed", prompt[:65], max_tokens=1)])
+    transfer = TransferConfig(slot_bytes=64 << 10)
+    async with (
+        running_controller() as controller,
+        running_replayer(controller) as replayer,
+        running_worker(controller, prefill, "prefill-0", store=prefill.runner.store, transfer=transfer) as source,  # type: ignore[attr-defined]
+        running_worker(controller, decode, "decode-0", store=decode.runner.store, transfer=transfer) as sink,  # type: ignore[attr-defined]
+    ):
+        await eventually(lambda: any(link.state == "open" for link in sink.load().links), "linked")
+        await eventually(lambda: replayer.dispatcher.has_worker, "connected")
+        assert source._source is not None
+        source._source._failure = "refuses"
+        assert await outcome_of(replayer, request) == expected

@@ -65,17 +65,25 @@ class Reservations:
         row = self._tables.take_row()
         if row is None:
             return None
+        reservation = self._reserve(row, num_tokens, chain)
+        if reservation is None and chain:
+            # With a hit a group with a window holds two: the hit's, and the one at the end.
+            reservation = self._reserve(row, num_tokens, ())
+        if reservation is None:
+            self._tables.return_row(row)
+            return None
+        self._open.add(reservation)
+        return reservation
+
+    def _reserve(self, row: int, num_tokens: int, chain: Sequence[PrefixHash]) -> Reservation | None:
         blocks = self._pool.acquire_prefix(chain, self._firsts)
         end = blocks_for(num_tokens + 1, self._block_size)
         promised = [end - self._first_new(group, num_tokens, len(blocks[0])) for group in range(len(blocks))]
         if not self._pool.promise(promised):
             for group, held in enumerate(blocks):
                 self._pool.release(group, held)
-            self._tables.return_row(row)
             return None
-        reservation = Reservation(row, blocks, num_tokens, promised)
-        self._open.add(reservation)
-        return reservation
+        return Reservation(row, blocks, num_tokens, promised)
 
     def _first_new(self, group: int, num_tokens: int, num_cached_blocks: int) -> int:
         """Return the first block to bind: behind the cached prefix, and not before the window of what follows."""
@@ -108,6 +116,7 @@ class Reservations:
         self._pool.cancel(reservation.promised)
         reservation.promised = [0] * len(reservation.promised)
         count = blocks_for(num_tokens, self._block_size)
+        reservation.num_cached_blocks = min(reservation.num_cached_blocks, count)
         for group, held in enumerate(reservation.blocks):
             self._pool.release(group, held[count:])
             del held[count:]

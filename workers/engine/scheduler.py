@@ -48,6 +48,8 @@ class VictimPolicy(StrEnum):
     """The one with the most blocks: the fewest are put back."""
 
 
+MOST_SCORED = 64
+"""Prompt tokens that are scored in one step: each costs a row of logits."""
 MOST_PASSED = 8
 """Requests that do not fit and may be passed in one step."""
 
@@ -202,6 +204,7 @@ class Scheduler:
         """
         sequence = self._arrive(request, is_prefill_only=False)
         assert num_computed_tokens < sequence.num_tokens, "the last token is always computed here"
+        assert not (num_computed_tokens and sequence.num_unscored_tokens), "a skipped token is never scored"
         self.reservations.joined(reservation)
         assert reservation.is_bound, "its blocks are only promised"
         sequence.blocks = reservation.blocks
@@ -391,7 +394,7 @@ class Scheduler:
 
     def _plan_running(self, sequence: Sequence, budget: int) -> int:
         """Plan a running sequence's next tokens, putting others back for blocks; return the budget's change."""
-        num_scheduled = min(sequence.num_remaining_tokens, budget)
+        num_scheduled = self._chunk_of(sequence, budget)
         returned = 0
         while not self._holdings.bind(sequence, num_scheduled):
             victim = self._victim_of(sequence)
@@ -401,6 +404,12 @@ class Scheduler:
             returned += self._preempt(victim)
         self._planned[sequence] = num_scheduled
         return returned - num_scheduled
+
+    def _chunk_of(self, sequence: Sequence, budget: int) -> int:
+        """Return how many tokens of a sequence the step may take."""
+        if sequence.num_unscored_tokens:
+            return min(sequence.num_remaining_tokens, budget, MOST_SCORED)
+        return min(sequence.num_remaining_tokens, budget)
 
     def _victim_of(self, sequence: Sequence) -> Sequence | None:
         """Return whom to put back for a running sequence: one behind it in the running batch."""
@@ -427,7 +436,7 @@ class Scheduler:
             return 0
         sequence.slot = row
         self._holdings.take_prefix(sequence)
-        num_scheduled = min(sequence.num_remaining_tokens, budget)
+        num_scheduled = self._chunk_of(sequence, budget)
         if not (self._has_room(sequence) and self._holdings.bind(sequence, num_scheduled)):
             self._holdings.give_back(sequence)
             self._tables.return_row(row)

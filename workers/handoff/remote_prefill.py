@@ -66,6 +66,11 @@ class RemotePrefill:
             return True
         return len(self.request.resume_token_ids) + 1 < self.request.sampling.max_tokens
 
+    @property
+    def needs_scores(self) -> bool:
+        """True if log probabilities of the prompt are wanted and were not emitted yet."""
+        return self.request.sampling.num_prompt_logprobs is not None and not self.request.resume_token_ids
+
     def emit(self, token_id: int) -> None:
         """Count a token that was emitted."""
         self.request = replace(self.request, resume_token_ids=(*self.request.resume_token_ids, token_id))

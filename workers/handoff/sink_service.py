@@ -193,6 +193,7 @@ class SinkService:
     def _is_quicker_here(self, request: Request, names: list[PrefixHash]) -> bool:
         """True if this worker holds a part of the prompt, and computes the rest in a step."""
         if request.sampling.num_prompt_logprobs is not None:
+            # Its whole prompt is computed wherever it goes.
             return False
         num_held = self._scheduler.num_cached_now(names)
         num_left = len(request.prompt_token_ids) + len(request.resume_token_ids) - num_held
@@ -295,6 +296,9 @@ class SinkService:
             self._owner.submit(prefill.request)
             return
         num_usable = prefill.coverage.num_usable(prefill.num_tokens)
+        if prefill.needs_scores:
+            # Each prompt token's hidden state is needed: nothing of it may be skipped.
+            num_usable = 0
         self._scheduler.reservations.trim(reservation, num_usable)
         prefill.timeline.mark(f"computes the prompt here, {num_usable} tokens held")
         self._owner.join(prefill.request, reservation, num_usable)

@@ -122,6 +122,14 @@ def test_what_is_held_is_usable_if_the_windows_are_there() -> None:
     for chunk in whole[:-1]:
         coverage.add(chunk)
     assert (coverage.num_held(25), coverage.num_usable(25)) == (16, 0)
+    # Until its window has come, what was held before still counts.
+    held = Coverage(LAYOUT)
+    held.add_prefix(64)
+    assert held.num_usable(200) == 64
+    full = [chunk for chunk in all_chunks(200, 64, 200, 1 << 20) if chunk.group == 0]
+    for chunk in full:
+        held.add(chunk)
+    assert held.num_usable(200) == 64
     # With everything here only the last token is computed again.
     coverage.add(whole[-1])
     assert (coverage.num_held(25), coverage.num_usable(25)) == (16, 24)

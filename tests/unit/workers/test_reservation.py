@@ -2,11 +2,14 @@
 
 import pytest
 
+from pdserve.cluster.base.clock import ManualClock
 from pdserve.cluster.base.errors import InvalidRequestError
 from pdserve.workers.engine.block_pool import NO_BLOCK
+from pdserve.workers.engine.engine import Engine
 from pdserve.workers.engine.reservation import Reservation
+from pdserve.workers.engine.scheduler import SchedulerSettings
 from pdserve.workers.model.digest import DigestModel, DigestRunner
-from support.engines import make_digest_engine, make_request
+from support.engines import make_digest_engine, make_request, prompts_of, run
 
 MODEL = DigestModel()
 
@@ -117,3 +120,39 @@ def test_local_work_and_reservations_share_rows_and_blocks_without_a_deadlock() 
     assert engine.scheduler.num_preemptions > 0
     engine.scheduler.reservations.release(reservation)
     assert engine.pool.num_available(0) == 12
+
+
+def test_a_hit_for_which_there_is_no_second_window_is_given_up() -> None:
+    model = DigestModel(windows=(0, 100))
+    runner = DigestRunner(model, num_blocks=(64, 12), block_size=16)
+    settings = SchedulerSettings(block_size=16, max_running=4, max_batch_tokens=16, max_waiting=9, max_model_len=1024)
+    engine = Engine(
+        settings, runner, layout=runner.store.layout, num_blocks=(64, 12), clock=ManualClock(), promised_share=1.0
+    )
+    text = prompts_of([400])[0]
+    run(engine, [make_request("seed", text[:161], max_tokens=1)])
+    request = make_request("r", text, max_tokens=50)
+    engine.scheduler.check(request)
+    reservation = engine.scheduler.reservations.reserve(400, engine.scheduler.prefix_names(request))
+    assert reservation is not None
+    assert reservation.num_cached_blocks == 0
+    engine.scheduler.reservations.release(reservation)
+    assert engine.pool.is_all_free
+
+
+def test_trimming_forgets_what_is_no_longer_held() -> None:
+    engine = make_digest_engine(DigestModel(windows=(0,)))
+    text = prompts_of([100])[0]
+    run(engine, [make_request("seed", text, max_tokens=1)])
+    names = engine.scheduler.prefix_names(make_request("r", text))
+    reservation = engine.scheduler.reservations.reserve(100, names)
+    assert reservation is not None
+    assert reservation.num_cached_blocks == 6
+    engine.scheduler.reservations.trim(reservation, 32)
+    assert reservation.num_cached_blocks == 2
+    engine.scheduler.join(make_request("r", text, max_tokens=2), reservation, 32)
+    while engine.scheduler.has_work:
+        (delta,) = engine.step() or (None,)
+        if delta is not None and delta.index == 0:
+            assert delta.num_cached_tokens == 32
+        engine.scheduler.validate()
