@@ -159,20 +159,32 @@ class Holdings:
         """Return the blocks that a sequence holds in a group, shared ones included."""
         return len(sequence.blocks[group]) - sequence.first_blocks[group]
 
-    def publish(self, sequence: Sequence) -> None:
-        """Let the prefix cache serve the blocks that have become whole."""
+    def advance(self, sequence: Sequence) -> None:
+        """After a step: publish the blocks that have become whole, release those that a window has left."""
+        if sequence.num_computed_tokens < sequence.next_event_tokens:
+            return
         count = sequence.num_computed_tokens // self._block_size
         if count > sequence.num_published_blocks:
             self._publish_from(sequence, count, [0] * self._pool.num_groups)
+        self._leave_window(sequence)
+        self._expect(sequence)
+
+    def _expect(self, sequence: Sequence) -> None:
+        """Note when blocks change next: a decode step that changes none costs one comparison."""
+        changes = [self._firsts.leaves_at(group, sequence.first_blocks[group]) for group in self._window_groups]
+        sequence.next_event_tokens = min([(sequence.num_published_blocks + 1) * self._block_size, *changes])
 
     def publish_arrived(self, sequence: Sequence) -> None:
         """The same for a sequence whose KV has arrived: where a window begins, its first block came in part only."""
         computed = sequence.num_computed_tokens
         whole = [self._firsts.whole_at_token(group, computed) for group in range(self._pool.num_groups)]
         self._publish_from(sequence, computed // self._block_size, whole)
+        self._leave_window(sequence)
+        self._expect(sequence)
 
     def _publish_from(self, sequence: Sequence, count: int, first_whole: Counts) -> None:
         if not self._has_prefix_cache:
+            sequence.num_published_blocks = count
             return
         names = sequence.names(sequence.num_computed_tokens, self._block_size)
         for number in range(sequence.num_published_blocks, count):
@@ -183,7 +195,7 @@ class Holdings:
                         self._host.save(group, blocks[number], names[number])
         sequence.num_published_blocks = count
 
-    def leave_window(self, sequence: Sequence) -> None:
+    def _leave_window(self, sequence: Sequence) -> None:
         """Release the blocks that no later token of the sequence sees."""
         for group in self._window_groups:
             held, first = sequence.first_blocks[group], self._firsts.kept_at(group, sequence.num_computed_tokens)
@@ -201,6 +213,7 @@ class Holdings:
             sequence.first_blocks[group] = 0
         sequence.num_computed_tokens = 0
         sequence.num_published_blocks = 0
+        sequence.next_event_tokens = 0
 
     def validate(self, sequence: Sequence) -> None:
         """Check that a running sequence holds a block for every token that is seen, and no other."""

@@ -16,31 +16,42 @@ def build_plan(planned: Mapping[Sequence, int], tables: RowTables) -> tuple[Step
         planned: running sequences → how many tokens of each.
     """
     rows = list(planned.items())
-    lengths = np.fromiter((num_scheduled for _, num_scheduled in rows), np.int32, len(rows))
+    # One pass over the sequences; the rest is arithmetic on arrays.
+    table = np.array(
+        [
+            (length, sequence.num_computed_tokens, sequence.num_tokens, sequence.num_prompt_tokens, sequence.slot)
+            for sequence, length in rows
+        ],
+        np.int64,
+    )
+    lengths, firsts, num_tokens, num_prompt, slots = table.T
     row_starts = np.zeros(len(rows) + 1, np.int32)
     np.cumsum(lengths, out=row_starts[1:])
-    firsts = np.fromiter((sequence.num_computed_tokens for sequence, _ in rows), np.int32, len(rows))
-    positions = np.arange(row_starts[-1], dtype=np.int32) + np.repeat(firsts - row_starts[:-1], lengths)
-    token_ids = np.concatenate(
-        [sequence.tokens[first : first + length] for (sequence, length), first in zip(rows, firsts, strict=True)]
-    )
-    samples = [row for row, (sequence, length) in enumerate(rows) if length == sequence.num_remaining_tokens]
-    slots = np.fromiter((sequence.slot for sequence, _ in rows), np.intp, len(rows))
-    sampled = [rows[row][0] for row in samples]
-    outputs = np.fromiter((sequence.num_output_tokens for sequence in sampled), np.int64, len(samples))
+    if row_starts[-1] == len(rows):
+        positions = firsts.astype(np.int32)
+        token_ids = np.array([sequence.tokens[sequence.num_computed_tokens] for sequence, _ in rows], np.int32)
+    else:
+        positions = np.arange(row_starts[-1], dtype=np.int32) + np.repeat(firsts - row_starts[:-1], lengths)
+        token_ids = np.concatenate(
+            [
+                sequence.tokens[sequence.num_computed_tokens : sequence.num_computed_tokens + length]
+                for sequence, length in rows
+            ]
+        )
+    samples = np.flatnonzero(firsts + lengths == num_tokens)
     rules = tuple(
         (place, sequence.rules.row(sequence.num_output_tokens))
-        for place, sequence in enumerate(sampled)
+        for place, sequence in enumerate(rows[row][0] for row in samples.tolist())
         if sequence.rules is not None
     )
     scored, whose = _scored_tokens(rows, row_starts)
     plan = StepPlan(
         token_ids=token_ids,
-        positions=positions,
+        positions=positions.astype(np.int32, copy=False),
         row_starts=row_starts,
         block_tables=tables.block_tables(slots, max(len(sequence.blocks[0]) for sequence, _ in rows)),
-        sample_rows=np.array(samples, np.int32),
-        sampling=tables.sampling(slots[samples], outputs, rules),
+        sample_rows=samples.astype(np.int32),
+        sampling=tables.sampling(slots[samples], (num_tokens - num_prompt)[samples], rules),
         scored=scored,
     )
     return plan, whose

@@ -155,6 +155,10 @@ class FirstBlocks:
         """Return the first block of which the query at position `num_tokens` sees all tokens."""
         return -(-self._groups[group].first_needed(num_tokens) // self._block_size)
 
+    def leaves_at(self, group: int, first_block: int) -> int:
+        """Return the number of tokens at which a sequence keeps `first_block` no more."""
+        return (first_block + 1) * self._block_size + self._groups[group].window
+
     def kept_at(self, group: int, num_tokens: int) -> int:
         """Return the first block that a sequence of `num_tokens` keeps: its last token can be computed again."""
         return self.at_token(group, max(0, num_tokens - 1))

@@ -216,7 +216,6 @@ class Scheduler:
         for group, blocks in enumerate(sequence.blocks):
             self._tables.extend(group, reservation.row, 0, blocks)
         self._holdings.publish_arrived(sequence)
-        self._holdings.leave_window(sequence)
         self._run(sequence, reservation.row)
         if request.resume_token_ids:
             # Its first token was sampled where its prompt was computed.
@@ -289,9 +288,17 @@ class Scheduler:
         assert not self._planned, "the last plan was not finished by update"
         left = self._settings.max_batch_tokens if budget is None else budget
         num_preemptions = self.num_preemptions
-        for sequence in [item for item in self._running if item.num_remaining_tokens == 1]:
-            # A sequence may have been put back for the sake of another in this very loop.
-            if left > 0 and sequence.state is SequenceState.RUNNING:
+        block_size = self._settings.block_size
+        for sequence in [item for item in self._running if item.num_tokens - item.num_computed_tokens == 1]:
+            if left <= 0:
+                break
+            if sequence.state is not SequenceState.RUNNING:
+                continue  # put back for the sake of another in this very loop
+            if sequence.num_computed_tokens < len(sequence.blocks[0]) * block_size:
+                # The common case of a decode: its token has a block.
+                self._planned[sequence] = 1
+                left -= 1
+            else:
                 left += self._plan_running(sequence, left)
         self._plan_prompts(left, num_preemptions)
         if not self._planned:
@@ -350,13 +357,13 @@ class Scheduler:
             sequence.prompt_logprobs.append(score)
         planned, self._planned = self._planned, {}
         for sequence, num_scheduled in planned.items():
-            num_prompt_left = max(0, sequence.num_prompt_tokens - sequence.num_computed_tokens)
-            self.num_prefilled_tokens += min(num_scheduled, num_prompt_left)
+            num_prompt_left = sequence.num_prompt_tokens - sequence.num_computed_tokens
+            if num_prompt_left > 0:
+                self.num_prefilled_tokens += min(num_scheduled, num_prompt_left)
             sequence.num_computed_tokens += num_scheduled
             self.num_queued_prompt_tokens -= num_scheduled
-            self._holdings.publish(sequence)
-            self._holdings.leave_window(sequence)
-            if sequence.num_remaining_tokens == 0:
+            self._holdings.advance(sequence)
+            if sequence.num_computed_tokens == sequence.num_tokens:
                 deltas.append(self._take(sequence, next(tokens), next(logprobs, None)))
         return deltas
 
@@ -367,7 +374,7 @@ class Scheduler:
         self.num_queued_prompt_tokens += 1
         self.num_sampled_tokens += 1
         self._strategy.generated(sequence)
-        if not sequence.is_prefill_only:
+        if sequence.forks:
             self._fork(sequence)
         reason = self._finish_reason(sequence, token_id)
         if reason is not None or sequence.is_prefill_only:
@@ -385,10 +392,11 @@ class Scheduler:
 
     def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
         sampling = sequence.request.sampling
-        is_eos = not sampling.ignore_eos and token_id in self._settings.eos_token_ids
-        if is_eos or token_id in sampling.stop_token_ids:
+        if token_id in sampling.stop_token_ids:
             return FinishReason.STOP
-        if sequence.num_output_tokens >= sampling.max_tokens:
+        if token_id in self._settings.eos_token_ids and not sampling.ignore_eos:
+            return FinishReason.STOP
+        if sequence.num_tokens - sequence.num_prompt_tokens >= sampling.max_tokens:
             return FinishReason.LENGTH
         return None
 

@@ -5,7 +5,8 @@ fills them: everything at arrival; `slot` and `blocks` at admission; `num_comput
 `first_blocks` is, per KV group, the first block that may still be held: a window has left those before it. `chain`
 names the whole blocks of what is known (as far as it was asked for), from `root` on; `num_cached_tokens` are the prompt
 tokens that the first admission found in the prefix cache, `num_lost_tokens` those that the last preemption gave up;
-`blocked_time` is since when it has not fitted.
+`next_event_tokens` is how many computed tokens change which blocks are published or held; `blocked_time` is since when
+it has not fitted.
 A sequence that `is_prefill_only` ends with its first sampled token: another worker goes on.
 """
 
@@ -39,6 +40,7 @@ class Sequence:
         "first_blocks",
         "forks",
         "is_prefill_only",
+        "next_event_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_lost_tokens",
@@ -85,6 +87,7 @@ class Sequence:
         self.root = root
         self.chain: list[PrefixHash] = []
         self.num_published_blocks = 0
+        self.next_event_tokens = 0
         self.num_cached_tokens = 0
         self.num_lost_tokens = 0
         self.forks = [] if is_prefill_only else forks_of(request)
