@@ -29,6 +29,7 @@ from pdserve.workers.model.runner import Numerics, TransformerRunner, num_probe_
 
 logger = logging.getLogger(__name__)
 
+WEIGHT_BYTES = {LinearKind.FP32: 4, LinearKind.FP16: 2, LinearKind.INT8: 1}
 KV_DTYPE = "float32"
 KV_ITEMSIZE = 4
 WINDOW_CACHE_SHARE = 0.25
@@ -98,7 +99,7 @@ def plan_memory(spec: ModelSpec, engine: EngineConfig, max_model_len: int | None
         limit = max_model_len
     matrix = _matrix_values(spec)
     return MemoryPlan(
-        weights_bytes=matrix * (2 if engine.linear is LinearKind.FP16 else 4),
+        weights_bytes=matrix * WEIGHT_BYTES[engine.linear],
         embedding_bytes=spec.vocab_size * spec.hidden_size * 2,
         kv_bytes=_pool_bytes(layout, num_blocks),
         host_bytes=_pool_bytes(layout, host_blocks),

@@ -31,6 +31,7 @@ class LinearKind(StrEnum):
 
     FP32 = "fp32"
     FP16 = "fp16"
+    INT8 = "int8"
 
 
 class AttentionKind(StrEnum):
@@ -73,7 +74,8 @@ class EngineConfig(_Section):
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
     """`cpu`, `cuda` or `cuda:N`. Ray assigns no GPU yet: `cuda` is for benchmarks/gpu_check."""
     linear: LinearKind = LinearKind.FP16
-    """fp32 or fp16 weights; activations and sums are fp32 in both."""
+    """fp32 or fp16 weights, with activations and sums in fp32; or int8 weights, with activations in 8 bits and a scale
+    per token: a quarter of the memory of fp32, and less accurate (benchmarks/perplexity)."""
     attention: AttentionKind = AttentionKind.NUMBA
     """numba (CPU, bitwise class) or torch (reference, any device, tolerance class)."""
     num_threads: int = Field(default=0, ge=0)

@@ -7,6 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from pdserve.benchmarks.perplexity import measure_perplexity
+from pdserve.benchmarks.sample_text import TEXT
 from pdserve.cluster.base.config import AttentionKind, LinearKind
 from pdserve.workers.assembly import AssembledEngine
 from support.bits import plain_engine
@@ -70,7 +72,7 @@ def test_odd_widths_equal_transformers(odd_checkpoint: Path) -> None:
         assert_greedy(model, prompt, outputs[str(i)])
 
 
-@pytest.mark.parametrize("linear", list(LinearKind))
+@pytest.mark.parametrize("linear", [LinearKind.FP32, LinearKind.FP16])
 def test_demo_model_equals_transformers(
     demo_folder: Path, demo_models: Callable[[LinearKind], AssembledEngine], linear: LinearKind
 ) -> None:
@@ -109,3 +111,17 @@ def test_the_step_prediction_is_measured_without_compiling(tiny_checkpoints: dic
     predicted_s = assembled.engine.times.full_s
     again_s = min(assembled.runner.warm_up() for _ in range(3)) * 512
     assert 0 < predicted_s < 20 * again_s
+
+
+def test_the_perplexity_of_every_kind_of_weights_is_bounded(
+    demo_folder: Path, demo_models: Callable[[LinearKind], AssembledEngine]
+) -> None:
+    token_ids = AutoTokenizer.from_pretrained(str(demo_folder), local_files_only=True)(TEXT).input_ids[:250]
+    found = {kind: measure_perplexity(plain_engine(demo_models(kind), threads=2), token_ids) for kind in LinearKind}
+    with torch.inference_mode():
+        logits = oracle(demo_folder)(torch.tensor([token_ids])).logits[0, :-1]
+    expected = torch.nn.functional.cross_entropy(logits.double(), torch.tensor(token_ids[1:])).exp()
+    assert abs(found[LinearKind.FP32] / expected - 1) < 1e-4
+    assert abs(found[LinearKind.FP16] / expected - 1) < 1e-3
+    # 1.04 where activations have 8 bits, 1.12 where they have 7.
+    assert found[LinearKind.INT8] / expected < 1.2

@@ -6,13 +6,16 @@ has equal bits at every probed batch size is used. Where an op is absent, or no 
 place with a warning, and the worker belongs to the tolerance class.
 """
 
+import functools
 import logging
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from pdserve.cluster.base.config import LinearKind
+from pdserve.cluster.base.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -108,11 +111,15 @@ class LinearFactory:
             packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
             fp16 = torch.ops.quantized.linear_dynamic_fp16
             return (lambda x: fp16(x, packed)), weight.numel() * 2
+        if self._kind is LinearKind.INT8:
+            return _pack_int8(weight, bias), weight.numel() + 4 * weight.shape[0]
         blocked = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
         fp32 = torch.ops.mkldnn._linear_pointwise
         return (lambda x: fp32(x, blocked, bias, "none", [], "")), weight.numel() * 4
 
     def _plain(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        if self._kind is LinearKind.INT8 and self._device.type != "cpu":
+            raise ConfigError(f"engine.linear int8: not on {self._device.type} yet")
         # On an accelerator the kind names the precision of the weights; the activations follow it there.
         is_half = self._kind is LinearKind.FP16 and self._device.type != "cpu"
         dtype = torch.bfloat16 if is_half else torch.float32
@@ -124,6 +131,50 @@ class LinearFactory:
             out_features=weight.shape[0],
             memory_bytes=held.numel() * held.element_size(),
         )
+
+
+def _pack_int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    """Return x Wᵀ + b for x [T, K], with W in 8 bits, a scale per output, and x in 8 bits, a scale per row.
+
+    The kernel quantises a whole batch by its range. So each row is divided by its own largest value first, and a row
+    that holds 1 and -1 goes with them: the range is always the same, and a row never meets its neighbours'. Sums are of
+    integers, so their order does not matter. Where the kernel adds pairs of products in 16 bits, x has 7 bits.
+    """
+    packed = _prepack_int8(weight)
+    is_reduced = not _has_full_range()
+    range_row = torch.zeros(1, weight.shape[1])
+    range_row[0, 0], range_row[0, -1] = 1.0, -1.0
+    product = torch.ops.quantized.linear_dynamic
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        largest = x.abs().amax(1, keepdim=True).clamp_min(1e-12)
+        scaled: torch.Tensor = product(torch.cat([x / largest, range_row]), packed, is_reduced)[:-1] * largest
+        return scaled if bias is None else scaled + bias
+
+    return multiply
+
+
+def _prepack_int8(weight: torch.Tensor) -> torch.ScriptObject:
+    # The process-wide choice of kernels; fp16 and fp32 weights do not look at it.
+    torch.backends.quantized.engine = "fbgemm"
+    scales = (weight.abs().amax(1) / 127).clamp_min(1e-12).double()
+    zeros = torch.zeros(len(weight), dtype=torch.long)
+    with warnings.catch_warnings():
+        # Nothing else leads to torch's int8 kernels; the version is pinned.
+        warnings.filterwarnings("ignore", "torch.quantize_per_tensor, torch.quantize_per_channel", UserWarning)
+        quantised = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
+    packed: torch.ScriptObject = torch.ops.quantized.linear_prepack(quantised, None)
+    return packed
+
+
+@functools.cache
+def _has_full_range() -> bool:
+    """True if the int8 kernel takes activations of 8 bits: it does not saturate where every product is largest."""
+    packed = _prepack_int8(torch.ones(32, 256))
+    x = torch.ones(4, 256)
+    x[0, 0] = -1.0
+    found = torch.ops.quantized.linear_dynamic(x, packed, False)
+    return bool((found[1:] - 256.0).abs().max() < 4.0)
 
 
 def find_padding(product: Product, in_features: int) -> Padding | None:
