@@ -1,10 +1,11 @@
 """Engine throughput against transformers' continuous batching, in one process, on one model.
 
     python -m pdserve.benchmarks.engine_throughput [--model demo] [--threads 2] [--repeats 3] [--batch 1 8 32]
+        [--linear fp32 fp16 int8]
 
 All N requests (128 prompt + 64 new tokens, greedy, end tokens ignored) are submitted at once; output tokens per second,
-prefill included. Repeats are interleaved (A B A B …). Prints a table and one JSON line; ratios are of medians, with
-the spread of each side. The peer runs fp32, its only exact precision on CPU.
+prefill included, without prefix caches. Repeats are interleaved (A B A B …). Prints a table and one JSON line; ratios
+are of medians, with the spread of each side. The peer runs fp32, its only exact precision on CPU.
 """
 
 import argparse
@@ -45,7 +46,8 @@ class PdserveContender:
     def __init__(self, folder: Path, linear: LinearKind, threads: int) -> None:
         self.name = f"pdserve {linear}"
         self._round = 0
-        config = EngineConfig(linear=linear, kv_memory_gib=0.5)
+        # Repeats send the same prompts: they must be computed each time.
+        config = EngineConfig(linear=linear, kv_memory_gib=0.5, prefix_cache=False)
         self._engine = assemble_engine(
             folder, config, max_model_len=None, num_threads=threads, clock=SystemClock()
         ).engine
@@ -122,10 +124,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--linear", type=LinearKind, nargs="+", default=list(LinearKind))
     options = parser.parse_args(arguments)
     folder = prepare_model(options.model, cache_dir(), lambda stage, share: None)
     peer = TransformersContender(folder, options.threads)
-    ours = [PdserveContender(folder, kind, options.threads) for kind in (LinearKind.FP32, LinearKind.FP16)]
+    ours = [PdserveContender(folder, kind, options.threads) for kind in options.linear]
     contenders: list[Contender] = [peer, *ours]
     vocab_size = peer._model.config.vocab_size
     for contender in contenders:

@@ -103,7 +103,12 @@ def make_null_engine(times: "Queue[tuple[str, float]]") -> tuple[Engine, KVStore
     for layer in range(LAYOUT.num_layers):
         store.layer(layer).normal_()
     settings = SchedulerSettings(
-        block_size=16, max_running=64, max_batch_tokens=2048, max_waiting=64, max_model_len=NUM_BLOCKS * 16
+        block_size=16,
+        max_running=64,
+        max_batch_tokens=2048,
+        max_waiting=64,
+        max_model_len=NUM_BLOCKS * 16,
+        has_prefix_cache=False,
     )
     engine = Engine(
         settings, NullRunner(times), layout=LAYOUT, num_blocks=(NUM_BLOCKS,), clock=SystemClock(), promised_share=1.0
@@ -115,7 +120,7 @@ def make_model_engine(folder: Path) -> tuple[Engine, KVStore]:
     """Return an engine on a real model."""
     assembled = assemble_engine(
         folder,
-        EngineConfig(kv_memory_gib=0.7),
+        EngineConfig(kv_memory_gib=0.7, prefix_cache=False),
         max_model_len=None,
         num_threads=1,
         clock=SystemClock(),

@@ -48,7 +48,7 @@ class Seen:
 
 def make_engine(folder: Path, budget: int) -> tuple[Engine, KVStore]:
     """Return an engine on one thread."""
-    config = EngineConfig(max_batch_tokens=budget, kv_memory_gib=0.7)
+    config = EngineConfig(max_batch_tokens=budget, kv_memory_gib=0.7, prefix_cache=False)
     assembled = assemble_engine(
         folder, config, max_model_len=None, num_threads=1, clock=SystemClock(), promised_share=0.5
     )
