@@ -56,7 +56,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("ingres.port", "1", "ingres: unknown key; did you mean 'ingress'?"),
         ("engine.block_size", "0", "engine.block_size"),
         ("engine.block_size", "24", "engine.block_size"),
-        ("engine.linear", "fp8", "engine.linear: Input should be 'fp32' or 'fp16'"),
+        ("engine.linear", "fp8", "engine.linear: Input should be 'fp32', 'fp16' or 'int8'"),
         ("engine.kv_memory_gib", ".nan", "engine.kv_memory_gib"),
         ("engine.kv_memory_gib", "-1", "engine.kv_memory_gib"),
         ("engine.device", "cuda", "engine.device: workers run on cpu only so far"),
