@@ -60,17 +60,22 @@ class RayHead:
             return False
 
 
+_given: set[int] = set()
+"""Ports that this process has been given: each is given once."""
+
+
 def free_port() -> int:
     """Return a port that is free now on every interface. Raises RetryableError if none is found.
 
     Not one of those that the system gives to outgoing connections: it might give it away before its owner listens.
     """
-    for port in random.sample(LISTEN_PORTS, 100):
+    for port in random.sample([port for port in LISTEN_PORTS if port not in _given], 100):
         with socket.socket() as probe:
             try:
                 probe.bind(("", port))
             except OSError:
                 continue
+            _given.add(port)
             return port
     raise RetryableError(f"no free port found between {LISTEN_PORTS.start} and {LISTEN_PORTS.stop}")
 

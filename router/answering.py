@@ -145,7 +145,7 @@ class Answer:
         finished = self._shared.metrics.finished
         try:
             fork = self._forks.get(request.request_id)
-            start = None if fork is None else await fork
+            start = None if fork is None else await _taken(fork)
             async with self._shared.replayer.open(request, start) as run:
                 for request_id in request.forks:
                     self._forks[request_id].set_result(run.take_fork(request_id))
@@ -202,3 +202,14 @@ class Answer:
         if last_time is not None:
             for _ in range(num_tokens):
                 metrics.itl.observe((now - last_time) / num_tokens)
+
+
+async def _taken(fork: "asyncio.Future[PlacedStream | None]") -> PlacedStream | None:
+    """Wait for a fork's stream; whoever is cancelled with it in hand gives it up."""
+    try:
+        return await asyncio.shield(fork)
+    except asyncio.CancelledError:
+        placed = fork.result() if fork.done() and not fork.cancelled() else None
+        if placed is not None:
+            placed.release()
+        raise

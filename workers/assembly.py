@@ -83,6 +83,8 @@ def plan_memory(spec: ModelSpec, engine: EngineConfig, max_model_len: int | None
     layout = kv_layout(spec, engine.block_size, model_digest="")
     num_blocks = plan_blocks(layout, engine, engine.kv_memory_gib)
     host_blocks = plan_blocks(layout, engine, engine.host_memory_gib) if engine.host_memory_gib else ()
+    if host_blocks and min(host_blocks) == 0:
+        raise ConfigError(f"engine.host_memory_gib {engine.host_memory_gib:g}: holds no block of every KV group")
     per_block = sum(block_bytes(layout, group) for group in range(len(num_blocks)))
     least = num_probe_blocks(engine.block_size)
     if min(num_blocks) < least:

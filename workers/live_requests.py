@@ -47,6 +47,11 @@ class LiveRequests:
         self._live[key] = _Live(channel, next_index=len(request.resume_token_ids))
         return True
 
+    def is_live(self, key: Key) -> bool:
+        """True if the request is here and has not ended."""
+        live = self._live.get(key)
+        return live is not None and live.ending is None
+
     def channel_of(self, key: Key) -> ChannelId | None:
         """Return where the request's tokens go now; None if nowhere."""
         live = self._live.get(key)

@@ -264,16 +264,27 @@ class Worker:
         if offer is Offer.LOCAL:
             self._thread.submit(request)
         elif offer is Offer.BUSY:
-            for dropped in (request, *forks_of(request)):
-                self._live.drop((dropped.request_id, dropped.attempt))
+            self._drop_forks(request)
+            self._live.drop((request.request_id, request.attempt))
             self._busy(channel, request, "no room for the request's KV now", is_overloaded=True)
+
+    def _drop_forks(self, request: Request) -> None:
+        for fork in forks_of(request):
+            self._live.drop((fork.request_id, fork.attempt))
+
+    def _wanted_forks(self, request: Request) -> list[Request]:
+        """Return the forks of a request that nobody has aborted."""
+        return [fork for fork in forks_of(request) if self._live.is_live((fork.request_id, fork.attempt))]
 
     def _stop_request(self, request_id: RequestId, attempt: int) -> None:
         """Nobody wants the request any more."""
         self._metrics.ended.labels(FinishReason.ABORT.value).inc()
         self._end_timeline(request_id, attempt, "aborted")
-        if self._sink is None or not self._sink.abort((request_id, attempt)):
+        dropped = None if self._sink is None else self._sink.abort((request_id, attempt))
+        if dropped is None:
             self._thread.abort(request_id, attempt)
+        else:
+            self._begin_forks(dropped)
 
     def _end_timeline(self, request_id: RequestId, attempt: int, how: str) -> None:
         timeline = self._timelines.get(request_id, attempt)
@@ -285,7 +296,14 @@ class Worker:
 
     def join(self, request: Request, reservation: Reservation, num_computed_tokens: int) -> None:
         """Run a request whose first tokens have their KV in the reservation's blocks."""
-        self._thread.join(request, reservation, num_computed_tokens)
+        forks = tuple(fork.request_id for fork in self._wanted_forks(request))
+        if len(forks) == len(request.forks):
+            self._thread.join(request, reservation, num_computed_tokens)
+            return
+        # Somebody has left meanwhile; the others keep their random streams, as requests of their own.
+        for fork in self._wanted_forks(request):
+            self._thread.submit(fork)
+        self._thread.join(replace(request, forks=()), reservation, num_computed_tokens)
 
     def submit(self, request: Request) -> None:
         """Run a request from its beginning."""
@@ -298,9 +316,12 @@ class Worker:
         self._note_endings([delta])
         self._send(self._live.deliver([delta], self._loop.time()))
         if delta.finish_reason is not None:
-            # Its KV does not come, so its forks compute the prompt themselves.
-            for fork in forks_of(request):
-                self._thread.submit(fork)
+            self._begin_forks(request)
+
+    def _begin_forks(self, request: Request) -> None:
+        """The KV of a request does not come: forks that are wanted compute the prompt themselves."""
+        for fork in self._wanted_forks(request):
+            self._thread.submit(fork)
 
     def _busy(self, channel: Channel, request: Request, reason: str, *, is_overloaded: bool) -> None:
         message = Busy(
@@ -341,6 +362,7 @@ class Worker:
         key = (request.request_id, request.attempt)
         if isinstance(error, OverloadedError):
             channel = self._live.channel_of(key)
+            self._drop_forks(request)
             self._live.drop(key)
             if channel is not None:
                 self._busy(self._channels[channel], request, str(error), is_overloaded=True)

@@ -111,6 +111,12 @@ class EngineConfig(_Section):
     itl_target_ms: float | None = Field(default=None, gt=0)
     """Steps that hold up decodes take in as many prompt tokens as this time allows, by the measured step times."""
 
+    @model_validator(mode="after")
+    def _host_tier_has_use(self) -> "EngineConfig":
+        if self.host_memory_gib and not self.prefix_cache:
+            raise ValueError("engine.host_memory_gib: the host tier needs engine.prefix_cache")
+        return self
+
 
 class TransportKind(StrEnum):
     """How KV travels between two workers."""

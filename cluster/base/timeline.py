@@ -54,9 +54,9 @@ class Timelines:
         return self._kept.get((request_id, attempt))
 
     def matching(self, prefix: str) -> tuple[str, ...]:
-        """Return the texts of a client request: `prefix` itself, and PREFIX-N for its further choices."""
+        """Return the texts of a client request: `prefix` itself, PREFIX-N for further prompts, PREFIX.N for samples."""
         return tuple(
             timeline.text()
             for (request_id, _), timeline in self._kept.items()
-            if request_id == prefix or request_id.startswith(f"{prefix}-")
+            if request_id == prefix or request_id.startswith((f"{prefix}-", f"{prefix}."))
         )

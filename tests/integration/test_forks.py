@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from pdserve.cluster.base.config import TransportKind
+from pdserve.cluster.base.errors import OverloadedError
 from pdserve.cluster.base.request import FinishReason, Request, forks_of
 from pdserve.router.replay import Replayer
 from pdserve.workers.worker import Worker
@@ -19,7 +20,16 @@ from support.bits import plain_engine, recording_engine
 from support.checkpoints import make_tokenizer
 from support.engines import make_digest_engine, make_engine, make_request, prompts_of, run
 from support.pairs import LAYER_BYTES, assert_clean, received_bytes, running_pair, transfer_config
-from support.services import MODEL, collect, eventually, running_controller, running_ingress, running_worker
+from support.runners import GatedCopier
+from support.services import (
+    MODEL,
+    collect,
+    eventually,
+    running_controller,
+    running_ingress,
+    running_replayer,
+    running_worker,
+)
 
 Results = dict[str, tuple[list[int], FinishReason | None]]
 
@@ -198,3 +208,56 @@ async def test_choices_and_usage_of_n(client: tuple[httpx.AsyncClient, Worker]) 
     choices = (await client[0].post("/v1/chat/completions", json=chat)).json()["choices"]
     assert len({choice["message"]["content"] for choice in choices}) == 4
     await eventually(lambda: client[1].num_live == 0, "nothing is left")
+
+
+async def test_a_first_sample_that_stops_at_once_leaves_the_others_running() -> None:
+    # Its client's stop string matched the first token, before the KV was complete.
+    request = make_request("r", prompts_of([60])[0], max_tokens=12, temperature=1.0, seed=5, forks=2)
+    async with running_pair(transfer_config(TransportKind.SHM), make_copier=GatedCopier) as pair:
+        copier = pair.decode._settings.copier
+        assert isinstance(copier, GatedCopier)
+        copier.gate.clear()
+        task = asyncio.create_task(_stop_after_first_token(pair.replayer, request))
+        await asyncio.sleep(0.2)
+        copier.gate.set()
+        results = await task
+        expected = expected_of(request)
+        assert {name: tokens for name, (tokens, _) in results.items()} == {
+            name: expected[name] for name in request.forks
+        }
+        await assert_clean(pair.prefill, pair.decode)
+
+
+async def _stop_after_first_token(replayer: Replayer, request: Request) -> Results:
+    first = replayer.open(request)
+    run = await first.__aenter__()
+    forks = [(fork, run.take_fork(fork.request_id)) for fork in forks_of(request)]
+    await first.__aexit__(None, None, None)  # the first token is here, and it is enough
+
+    async def go_on(fork: Request, placed: Any) -> tuple[list[int], FinishReason | None]:
+        async with replayer.open(fork, placed) as item:
+            return await collect(item)
+
+    found = await asyncio.gather(*(go_on(fork, placed) for fork, placed in forks))
+    return dict(zip(request.forks, found, strict=True))
+
+
+async def test_a_full_queue_keeps_no_record_of_forks() -> None:
+    engine = make_digest_engine(MODEL, max_running=1, max_waiting=1)
+    async with (
+        running_controller() as controller,
+        running_replayer(controller) as replayer,
+        running_worker(controller, engine) as worker,
+    ):
+        await eventually(lambda: replayer.dispatcher.has_worker, "connected")
+        long = [make_request(f"long {n}", [10] * 20, max_tokens=400) for n in range(2)]
+        tasks = [asyncio.create_task(generate_all(replayer, item)) for item in long]
+        await eventually(lambda: worker.num_live == 2, "both are there")
+        refused = make_request("refused", [11] * 5, max_tokens=5, forks=7)
+        with pytest.raises(OverloadedError):
+            await generate_all(replayer, refused)
+        assert worker.num_live == 2
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await eventually(lambda: worker.num_live == 0, "nothing is left")

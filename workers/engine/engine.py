@@ -15,6 +15,8 @@ from pdserve.workers.engine.strategies import Strategy
 from pdserve.workers.kv.host_tier import HostTier
 from pdserve.workers.model.runner import ModelRunner
 
+COPY_FORGIVENESS = 0.98
+
 
 class KVExports(Protocol):
     """Ships the KV of prefill-only sequences while it is computed."""
@@ -90,8 +92,15 @@ class Engine:
 
     def _is_load_worth(self) -> bool:
         """True if a block comes back from the host tier quicker than it is computed; also while nothing is measured."""
+        if self.host is None:
+            return False
         per_token = self.times.fit.per_token
-        return self.host is not None and (per_token == 0.0 or self.host.block_s < per_token * self._block_size)
+        # One copy a group stands against computing a block of tokens.
+        if per_token == 0.0 or self.host.block_s * self.pool.num_groups < per_token * self._block_size:
+            return True
+        # A copy that was slow once must not be the last one.
+        self.host.block_s *= COPY_FORGIVENESS
+        return False
 
     def _budget(self) -> int | None:
         """Return the token budget of the next step; None if nothing limits it but the settings."""

@@ -24,7 +24,7 @@ class SecondLevel(Protocol):
         """True if a copy is here."""
 
     def save(self, group: int, block: int, name: PrefixHash) -> None:
-        """Copy a published block."""
+        """Copy a published block; one that is copied already becomes the most recently used."""
 
     def load(self, group: int, names: Items[PrefixHash], blocks: Items[int]) -> None:
         """Copy what is held into blocks."""
@@ -68,6 +68,11 @@ class Holdings:
             return
         names = sequence.names(sequence.num_tokens - 1, self._block_size)
         sequence.blocks = self._pool.acquire_prefix(names, self._firsts)
+        if self._host is not None:
+            for group, blocks in enumerate(sequence.blocks):
+                for name, block in zip(names, blocks, strict=False):
+                    if block != NO_BLOCK:
+                        self._host.save(group, block, name)
         if self._host is not None and len(names) > len(sequence.blocks[0]) and self._is_load_worth():
             self._load_more(sequence.blocks, names, self._host)
         num_blocks = len(sequence.blocks[0])

@@ -49,7 +49,7 @@ class VictimPolicy(StrEnum):
 
 
 MOST_SCORED = 64
-"""Prompt tokens that are scored in one step: each costs a row of logits."""
+"""Tokens of a prompt that are scored in one step: each costs a row of logits."""
 MOST_PASSED = 8
 """Requests that do not fit and may be passed in one step."""
 
@@ -326,7 +326,7 @@ class Scheduler:
                 change = self._admit(sequence, budget)
                 budget += change
                 num_preemptions = self.num_preemptions
-                if change == 0 or sequence.state is SequenceState.WAITING:
+                if sequence.state is SequenceState.WAITING:
                     num_passed += 1
                     is_closed = not self._may_pass(sequence) or num_passed > MOST_PASSED
 

@@ -79,11 +79,12 @@ class StepModel:
 
     def _coefficients(self) -> Float64:
         """Return the coefficients of the scaled features, none negative."""
-        if self._solved is None:
+        found = self._solved
+        if found is None:
             pull = PULL * (np.trace(self._moments) + 1.0) * np.eye(4)
             solved = np.linalg.solve(self._moments + pull, self._targets + pull @ self._prior)
-            self._solved = np.maximum(solved, 0.0)
-        return self._solved
+            found = self._solved = np.maximum(solved, 0.0)
+        return found
 
     def predict_s(self, shape: StepShape) -> float:
         """Return the fitted duration of a step."""

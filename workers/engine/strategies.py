@@ -14,7 +14,7 @@ Rank = tuple[float, int]
 INPUT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0
 MOST_TENANTS = 10_000
-"""Counters kept for tenants that have nothing here."""
+"""Counters kept; beyond that those of tenants without a waiting request are forgotten."""
 
 
 class Strategy(Protocol):
@@ -161,8 +161,8 @@ class Fair(_Static):
 
     def admitted(self, sequence: Sequence, num_prompt_tokens: int) -> None:
         """See Strategy."""
-        self._left_queue(sequence.request.tenant)
         self._charge(sequence.request.tenant, INPUT_WEIGHT * num_prompt_tokens)
+        self._left_queue(sequence.request.tenant)
 
     def generated(self, sequence: Sequence) -> None:
         """See Strategy."""
@@ -173,12 +173,8 @@ class Fair(_Static):
         if sequence.admitted_time is None:
             self._left_queue(sequence.request.tenant)
         if len(self._counters) > MOST_TENANTS:
-            # Whoever has had less than those that left would be lifted anyway.
-            self._counters = {
-                name: counter
-                for name, counter in self._counters.items()
-                if name in self._num_waiting or counter > self._last_counter
-            }
+            # Whoever comes back without a counter is lifted to those that wait, and earns nothing by it.
+            self._counters = {name: self.counter(name) for name in self._num_waiting}
 
     def _charge(self, tenant: str, service: float) -> None:
         self._counters[tenant] = self.counter(tenant) + service / self._weights.get(tenant, 1.0)

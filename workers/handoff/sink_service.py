@@ -191,19 +191,19 @@ class SinkService:
         return Offer.TAKEN
 
     def _is_quicker_here(self, request: Request, names: list[PrefixHash]) -> bool:
-        """True if this worker holds a part of the prompt, and computes the rest in a step."""
+        """True if this worker holds most of the prompt, and the rest is no more than a step takes."""
         if request.sampling.num_prompt_logprobs is not None:
             # Its whole prompt is computed wherever it goes.
             return False
         num_held = self._scheduler.num_cached_now(names)
         num_left = len(request.prompt_token_ids) + len(request.resume_token_ids) - num_held
-        return num_held > 0 and num_left <= self._scheduler.max_batch_tokens
+        return num_held >= num_left and num_left <= self._scheduler.max_batch_tokens
 
-    def abort(self, key: Key) -> bool:
-        """The client left; False if the request is not here (the engine has it, or nobody)."""
+    def abort(self, key: Key) -> Request | None:
+        """The client left; return the request as it was, None if it is not here (the engine has it, or nobody)."""
         prefill = self._prefills.get(key)
         if prefill is None:
-            return False
+            return None
         prefill.is_wanted = False
         if prefill.present is None:
             if prefill in self._waiting:
@@ -211,7 +211,7 @@ class SinkService:
             self._forget(prefill)
         else:
             self._execute(prefill, prefill.present.machine.failed("the client left", tell_source=True))
-        return True
+        return prefill.request
 
     def fail_all(self, cause: str) -> None:
         """The engine failed, and the requests have ended with the cause: stop fetching for them (I11)."""

@@ -1,8 +1,9 @@
 """A second level of the prefix cache in host memory: what the KV pool gives up can be copied back.
 
 Every block that is published is copied here at once, under its name, so that giving it up later costs nothing: a
-preempted sequence is swapped out the moment it is put back, and what it has computed comes back by copies instead of
-computing, if these are quicker. Bounded; the least recently used copy goes first. Used by the engine thread only.
+preempted sequence is swapped out the moment it is put back, as long as its copies are recent, and what it has computed
+comes back by copies instead of computing, if these are quicker. Bounded; the least recently used copy goes first. Used
+by the engine thread only.
 """
 
 import time
