@@ -40,7 +40,7 @@ from pdserve.benchmarks.local_cluster import LocalCluster, WorkerPlan, running_c
 from pdserve.cluster.base.clock import SystemClock
 from pdserve.cluster.base.config import EngineConfig, TransferConfig, TransportKind, cache_dir
 from pdserve.cluster.base.ids import RequestId
-from pdserve.cluster.base.kv_layout import GroupLayout, KVLayout
+from pdserve.cluster.base.kv_layout import GroupLayout, KVDtype, KVLayout
 from pdserve.cluster.base.request import Request, SamplingParams
 from pdserve.cluster.base.worker_info import Role
 from pdserve.workers.assembly import assemble_engine
@@ -52,8 +52,8 @@ from pdserve.workers.model.source import prepare_model
 
 LAYOUT = KVLayout(
     model_digest="null",
-    kv_dtype="float32",
-    itemsize=4,
+    kv_dtype=KVDtype.FLOAT32,
+    row_bytes=1024,
     block_size=16,
     num_kv_heads=1,
     head_dim=256,

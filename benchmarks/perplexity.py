@@ -1,6 +1,8 @@
-"""How much a kind of weights costs in accuracy: perplexity of a model on a text of ours.
+"""How much a kind of weights and KV costs in accuracy: perplexity of a model on a text of ours.
 
-    python -m pdserve.benchmarks.perplexity [--model demo] [--linear fp32 fp16 int8]
+    python -m pdserve.benchmarks.perplexity [--model demo] [--kinds fp32 fp16 int8 fp16+int8 int8+int8]
+
+A kind is engine.linear, or engine.linear+engine.kv_dtype.
 
 Prints a table and one JSON line. Perplexity is exp of the mean negative log probability of each token after all before
 it, in one sequence, through the engine as it serves.
@@ -18,6 +20,7 @@ from pdserve.benchmarks.sample_text import TEXT
 from pdserve.cluster.base.clock import SystemClock
 from pdserve.cluster.base.config import EngineConfig, LinearKind, cache_dir
 from pdserve.cluster.base.ids import RequestId
+from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.cluster.base.request import Request, SamplingParams
 from pdserve.workers.assembly import assemble_engine
 from pdserve.workers.engine.engine import Engine
@@ -38,21 +41,24 @@ def measure_perplexity(engine: Engine, token_ids: list[int]) -> float:
 
 
 def main() -> None:
-    """Measure each kind of weights."""
+    """Measure each kind."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--linear", nargs="+", default=[kind.value for kind in LinearKind])
+    parser.add_argument("--kinds", nargs="+", default=["fp32", "fp16", "int8", "fp16+int8", "int8+int8"])
     arguments = parser.parse_args()
     folder: Path = prepare_model(arguments.model, cache_dir(), lambda stage, share: None)
     token_ids = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)(TEXT).input_ids
     found: dict[str, float] = {}
-    print(f"weights   perplexity over {len(token_ids)} tokens   against the first")
-    for name in arguments.linear:
-        config = EngineConfig(linear=LinearKind(name), kv_memory_gib=0.2)
+    print(f"weights+KV  perplexity over {len(token_ids)} tokens   against the first")
+    for name in arguments.kinds:
+        linear, _, kv_dtype = name.partition("+")
+        config = EngineConfig(
+            linear=LinearKind(linear), kv_dtype=KVDtype(kv_dtype or KVDtype.FLOAT32), kv_memory_gib=0.2
+        )
         assembled = assemble_engine(folder, config, max_model_len=None, num_threads=2, clock=SystemClock())
         found[name] = measure_perplexity(assembled.engine, token_ids)
         ratio = found[name] / next(iter(found.values()))
-        print(f"{name:8}  {found[name]:10.3f}   {ratio:.4f}   {assembled.numerics.numerics_class.value}", flush=True)
+        print(f"{name:10}  {found[name]:10.3f}   {ratio:.4f}   {assembled.numerics.numerics_class.value}", flush=True)
     print(json.dumps({"benchmark": "perplexity", "tokens": len(token_ids), "found": found, **describe_environment()}))
 
 

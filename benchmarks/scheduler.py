@@ -15,7 +15,7 @@ import numpy as np
 from pdserve.benchmarks.environment import describe_environment
 from pdserve.cluster.base.clock import SystemClock
 from pdserve.cluster.base.ids import RequestId
-from pdserve.cluster.base.kv_layout import GroupLayout, KVLayout
+from pdserve.cluster.base.kv_layout import GroupLayout, KVDtype, KVLayout
 from pdserve.cluster.base.prefix_hash import PrefixIdentity
 from pdserve.cluster.base.request import Request, SamplingParams
 from pdserve.workers.engine.block_pool import BlockPool
@@ -26,8 +26,8 @@ PROMPT_TOKENS = 64
 LIMITS_US = {1: 50.0, 16: None, 64: None, 256: 1000.0}
 LAYOUT = KVLayout(
     model_digest="benchmark",
-    kv_dtype="float32",
-    itemsize=4,
+    kv_dtype=KVDtype.FLOAT32,
+    row_bytes=1024,
     block_size=16,
     num_kv_heads=1,
     head_dim=256,
@@ -47,7 +47,7 @@ def measure(num_sequences: int, num_steps: int) -> float:
         max_waiting=num_sequences,
         max_model_len=worst,
     )
-    identity = PrefixIdentity(model_digest="benchmark", kv_dtype="float32", numerics_digest="")
+    identity = PrefixIdentity(model_digest="benchmark", kv_dtype=KVDtype.FLOAT32, numerics_digest="")
     pool = BlockPool([num_blocks] * len(LAYOUT.groups))
     scheduler = Scheduler(
         settings, pool, LAYOUT, identity, SystemClock(), copy_block=lambda group, source, target: None

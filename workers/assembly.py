@@ -16,13 +16,13 @@ import torch
 from pdserve.cluster.base.clock import Clock
 from pdserve.cluster.base.config import EngineConfig, LinearKind, StrategyKind
 from pdserve.cluster.base.errors import ConfigError
-from pdserve.cluster.base.kv_layout import GroupLayout, KVLayout
+from pdserve.cluster.base.kv_layout import GroupLayout, KVDtype, KVLayout
 from pdserve.workers.engine.engine import Engine
 from pdserve.workers.engine.scheduler import SchedulerSettings, VictimPolicy
 from pdserve.workers.engine.sequence import blocks_for
 from pdserve.workers.engine.strategies import Fair, FirstCome, Priority, ShortestPrefill, Strategy
 from pdserve.workers.kv.host_tier import HostTier
-from pdserve.workers.kv.store import KVStore, block_bytes
+from pdserve.workers.kv.store import KVStore, block_bytes, row_bytes
 from pdserve.workers.model.families import ModelSpec, read_spec
 from pdserve.workers.model.loader import LoadedModel, load_model
 from pdserve.workers.model.runner import Numerics, TransformerRunner, num_probe_blocks
@@ -30,8 +30,6 @@ from pdserve.workers.model.runner import Numerics, TransformerRunner, num_probe_
 logger = logging.getLogger(__name__)
 
 WEIGHT_BYTES = {LinearKind.FP32: 4, LinearKind.FP16: 2, LinearKind.INT8: 1}
-KV_DTYPE = "float32"
-KV_ITEMSIZE = 4
 WINDOW_CACHE_SHARE = 0.25
 PROCESS_BYTES = 1000 << 20
 """Interpreter, libraries and working memory of a worker process."""
@@ -80,7 +78,7 @@ class MemoryPlan:
 
 def plan_memory(spec: ModelSpec, engine: EngineConfig, max_model_len: int | None) -> MemoryPlan:
     """Return the memory arithmetic of one worker. Raises ConfigError if the keys cannot hold together."""
-    layout = kv_layout(spec, engine.block_size, model_digest="")
+    layout = kv_layout(spec, engine.block_size, model_digest="", kv_dtype=engine.kv_dtype)
     num_blocks = plan_blocks(layout, engine, engine.kv_memory_gib)
     host_blocks = plan_blocks(layout, engine, engine.host_memory_gib) if engine.host_memory_gib else ()
     if host_blocks and min(host_blocks) == 0:
@@ -151,12 +149,12 @@ def plan_blocks(layout: KVLayout, engine: EngineConfig, memory_gib: float) -> tu
     return tuple(count if group in windowed else whole for group, count in enumerate(counts))
 
 
-def kv_layout(spec: ModelSpec, block_size: int, *, model_digest: str) -> KVLayout:
+def kv_layout(spec: ModelSpec, block_size: int, *, model_digest: str, kv_dtype: KVDtype) -> KVLayout:
     """Return the layout of a model's KV."""
     return KVLayout(
         model_digest=model_digest,
-        kv_dtype=KV_DTYPE,
-        itemsize=KV_ITEMSIZE,
+        kv_dtype=kv_dtype,
+        row_bytes=row_bytes(kv_dtype, spec.head_dim),
         block_size=block_size,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
@@ -250,7 +248,7 @@ def assemble_engine(
     model = load_model(
         folder, linear=config.linear, attention=config.attention, device=device, max_model_len=memory.max_model_len
     )
-    layout = kv_layout(spec, config.block_size, model_digest=model.digest)
+    layout = kv_layout(spec, config.block_size, model_digest=model.digest, kv_dtype=config.kv_dtype)
     store = KVStore(layout, num_blocks=memory.num_blocks, device=device)
     runner = TransformerRunner(model, store, num_threads=num_threads)
     runner.bind_thread()

@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pdserve.cluster.base.errors import ConfigError
+from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.cluster.base.worker_info import Role
 
 Tree = dict[str, "Tree | list[Tree] | str | int | float | bool | None"]
@@ -84,6 +85,9 @@ class EngineConfig(_Section):
     """Tokens in a KV block."""
     kv_memory_gib: float = Field(default=1.0, gt=0)
     """Memory of the KV pool of a worker."""
+    kv_dtype: KVDtype = KVDtype.FLOAT32
+    """float32, or int8: keys and values in 8 bits with a scale per token and head, about a quarter of the memory, and
+    less accurate (benchmarks/perplexity). Workers that exchange KV need the same."""
     host_memory_gib: float = Field(default=0.0, ge=0)
     """Memory of the host tier of a worker: copies of cached blocks, taken back when that is quicker than computing."""
     prefix_cache: bool = True

@@ -1,6 +1,14 @@
 """What the KV of a worker looks like. Two workers exchange KV only if their layouts are equal."""
 
 from dataclasses import dataclass, fields
+from enum import StrEnum
+
+
+class KVDtype(StrEnum):
+    """How keys and values are held."""
+
+    FLOAT32 = "float32"
+    INT8 = "int8"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +29,9 @@ class KVLayout:
 
     model_digest: str
     kv_dtype: str
-    itemsize: int
+    """The name of a KVDtype; of a peer, whatever it sent."""
+    row_bytes: int
+    """One head's key or value of one token, with its scale if it has one."""
     block_size: int
     num_kv_heads: int
     head_dim: int
@@ -35,7 +45,7 @@ class KVLayout:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token in one layer: keys and values of every head."""
-        return 2 * self.num_kv_heads * self.head_dim * self.itemsize
+        return 2 * self.num_kv_heads * self.row_bytes
 
     def difference(self, other: "KVLayout") -> str | None:
         """Return the first field that differs, with both values; None if there is none."""

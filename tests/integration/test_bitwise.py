@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from pdserve.cluster.base.config import LinearKind
+from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.cluster.base.worker_info import NumericsClass
 from pdserve.workers.assembly import AssembledEngine
-from support.bits import alone, assert_same_bits, make_seeded_requests, record, recording_engine
+from support.bits import KINDS, alone, assert_same_bits, make_seeded_requests, record, recording_engine, with_kv
 from support.checkpoints import FAMILIES
 from support.engines import make_engine, make_request, prompts_of, run
 
@@ -17,11 +18,11 @@ CHUNKS = (1, 2, 7, 16, 33, 64, 512)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("linear", list(LinearKind))
+@pytest.mark.parametrize(("linear", "kv_dtype"), KINDS)
 def test_logits_have_the_same_bits_in_any_batch(
-    tiny_checkpoints: dict[str, Path], family: str, linear: LinearKind
+    tiny_checkpoints: dict[str, Path], family: str, linear: LinearKind, kv_dtype: KVDtype
 ) -> None:
-    assembled = make_engine(tiny_checkpoints[family], linear=linear, threads=2)
+    assembled = make_engine(tiny_checkpoints[family], linear=linear, kv_dtype=kv_dtype, threads=2)
     assert assembled.numerics.numerics_class is NumericsClass.BITWISE, assembled.numerics.note
     requests = make_seeded_requests()
     expected, texts = alone(assembled, requests)
@@ -40,15 +41,17 @@ def test_logits_have_the_same_bits_in_any_batch(
         assert found_texts == texts
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "kv_dtype"), [("qwen3", KVDtype.FLOAT32), ("gemma3", KVDtype.FLOAT32), ("gemma3", KVDtype.INT8)]
+)
 @pytest.mark.parametrize(
     ("is_swapped", "limits"), [(False, {"has_prefix_cache": False}), (False, {}), (True, {"host_blocks": 200})]
 )
 def test_preemption_changes_no_bit(
-    tiny_checkpoints: dict[str, Path], family: str, is_swapped: bool, limits: dict[str, int]
+    tiny_checkpoints: dict[str, Path], family: str, kv_dtype: KVDtype, is_swapped: bool, limits: dict[str, int]
 ) -> None:
     # Recomputed, taken over from what is still cached, and swapped.
-    assembled = make_engine(tiny_checkpoints[family])
+    assembled = make_engine(tiny_checkpoints[family], kv_dtype=kv_dtype)
     requests = make_seeded_requests((14, 20, 31, 40), max_tokens=50)
     expected, texts = alone(assembled, requests)
     found, found_texts, engine = record(assembled, requests, num_blocks=14, max_batch_tokens=48, **limits)
@@ -58,11 +61,15 @@ def test_preemption_changes_no_bit(
     assert found_texts == texts
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "kv_dtype"), [("llama", KVDtype.FLOAT32), ("llama", KVDtype.INT8), ("gemma3", KVDtype.FLOAT32)]
+)
 @pytest.mark.parametrize("num_blocks", [96, 16])
-def test_cached_prefixes_change_no_bit(tiny_checkpoints: dict[str, Path], family: str, num_blocks: int) -> None:
+def test_cached_prefixes_change_no_bit(
+    tiny_checkpoints: dict[str, Path], family: str, kv_dtype: KVDtype, num_blocks: int
+) -> None:
     # Prompts that begin alike, one after the other and together; in the small pool blocks are evicted between.
-    assembled = make_engine(tiny_checkpoints[family])
+    assembled = make_engine(tiny_checkpoints[family], kv_dtype=kv_dtype)
     text = prompts_of([150])[0]
     requests = [
         make_request(str(seed), text[:length], temperature=0.9, seed=seed, max_tokens=10)
@@ -86,11 +93,11 @@ def test_odd_widths_have_the_same_bits(odd_checkpoint: Path) -> None:
     assert_same_bits(found, expected)
 
 
-@pytest.mark.parametrize("linear", list(LinearKind))
+@pytest.mark.parametrize(("linear", "kv_dtype"), KINDS)
 def test_the_demo_model_has_the_same_bits_in_any_batch(
-    demo_models: Callable[[LinearKind], AssembledEngine], linear: LinearKind
+    demo_models: Callable[[LinearKind], AssembledEngine], linear: LinearKind, kv_dtype: KVDtype
 ) -> None:
-    assembled = demo_models(linear)
+    assembled = with_kv(demo_models(linear), kv_dtype)
     assert assembled.numerics.numerics_class is NumericsClass.BITWISE, assembled.numerics.note
     requests = [
         make_request(str(seed), prompt, temperature=0.9, seed=seed, max_tokens=4)

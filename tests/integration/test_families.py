@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from pdserve.benchmarks.perplexity import measure_perplexity
 from pdserve.benchmarks.sample_text import TEXT
 from pdserve.cluster.base.config import AttentionKind, LinearKind
+from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.workers.assembly import AssembledEngine
-from support.bits import plain_engine
+from support.bits import plain_engine, with_kv
 from support.checkpoints import FAMILIES
 from support.engines import make_engine, make_request, prompts_of, run
 
@@ -113,15 +114,19 @@ def test_the_step_prediction_is_measured_without_compiling(tiny_checkpoints: dic
     assert 0 < predicted_s < 20 * again_s
 
 
-def test_the_perplexity_of_every_kind_of_weights_is_bounded(
+def test_the_perplexity_of_every_kind_of_weights_and_kv_is_bounded(
     demo_folder: Path, demo_models: Callable[[LinearKind], AssembledEngine]
 ) -> None:
     token_ids = AutoTokenizer.from_pretrained(str(demo_folder), local_files_only=True)(TEXT).input_ids[:250]
     found = {kind: measure_perplexity(plain_engine(demo_models(kind), threads=2), token_ids) for kind in LinearKind}
+    int8_kv = measure_perplexity(
+        plain_engine(with_kv(demo_models(LinearKind.FP16), KVDtype.INT8), threads=2), token_ids
+    )
     with torch.inference_mode():
         logits = oracle(demo_folder)(torch.tensor([token_ids])).logits[0, :-1]
     expected = torch.nn.functional.cross_entropy(logits.double(), torch.tensor(token_ids[1:])).exp()
     assert abs(found[LinearKind.FP32] / expected - 1) < 1e-4
     assert abs(found[LinearKind.FP16] / expected - 1) < 1e-3
+    assert abs(int8_kv / expected - 1) < 0.01
     # 1.04 where activations have 8 bits, 1.12 where they have 7.
     assert found[LinearKind.INT8] / expected < 1.2

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from pdserve.cluster.base.config import LinearKind, TransferConfig, TransportKind
+from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.cluster.base.request import FinishReason, Request
 from pdserve.workers.assembly import AssembledEngine
-from support.bits import Logits, alone, assert_same_bits, make_seeded_requests, recording_engine
+from support.bits import KINDS, Logits, alone, assert_same_bits, make_seeded_requests, recording_engine, with_kv
 from support.checkpoints import FAMILIES
 from support.engines import make_engine, make_request, prompts_of
 from support.services import eventually, generate, running_controller, running_replayer, running_worker
@@ -41,11 +42,11 @@ async def run_apart(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("linear", list(LinearKind))
+@pytest.mark.parametrize(("linear", "kv_dtype"), KINDS)
 async def test_a_request_has_the_same_bits_disaggregated(
-    tiny_checkpoints: dict[str, Path], family: str, linear: LinearKind
+    tiny_checkpoints: dict[str, Path], family: str, linear: LinearKind, kv_dtype: KVDtype
 ) -> None:
-    assembled = make_engine(tiny_checkpoints[family], linear=linear)
+    assembled = make_engine(tiny_checkpoints[family], linear=linear, kv_dtype=kv_dtype)
     requests = make_seeded_requests()
     expected, texts = alone(assembled, requests)
     for transport, chunk, block_size in ((TransportKind.SHM, 33, 16), (TransportKind.TCP, 512, 32)):
@@ -63,11 +64,14 @@ async def test_odd_widths_have_the_same_bits_disaggregated(odd_checkpoint: Path)
     assert found_texts == texts
 
 
-@pytest.mark.parametrize("transport", list(TransportKind))
+@pytest.mark.parametrize(
+    ("transport", "kv_dtype"),
+    [(TransportKind.SHM, KVDtype.FLOAT32), (TransportKind.TCP, KVDtype.INT8)],
+)
 async def test_the_demo_model_has_the_same_bits_disaggregated(
-    demo_models: Callable[[LinearKind], AssembledEngine], transport: TransportKind
+    demo_models: Callable[[LinearKind], AssembledEngine], transport: TransportKind, kv_dtype: KVDtype
 ) -> None:
-    assembled = demo_models(LinearKind.FP16)
+    assembled = with_kv(demo_models(LinearKind.FP16), kv_dtype)
     requests = [
         make_request(str(seed), prompt, temperature=0.9, seed=seed, max_tokens=4)
         for seed, prompt in enumerate(prompts_of((5, 40, 600), vocab_size=200000), start=1)

@@ -1,12 +1,15 @@
 """Records the logits of every draw, so that two ways of computing a text can be compared bit by bit."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from pdserve.cluster.base.clock import ManualClock
+from pdserve.cluster.base.config import LinearKind
+from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.cluster.base.request import Request
 from pdserve.workers.assembly import AssembledEngine, kv_layout
 from pdserve.workers.engine.engine import Engine
@@ -14,9 +17,12 @@ from pdserve.workers.engine.plan import StepOutput, StepPlan
 from pdserve.workers.engine.sampler import sample_rows
 from pdserve.workers.engine.scheduler import SchedulerSettings
 from pdserve.workers.kv.host_tier import HostTier
-from pdserve.workers.kv.store import KVStore
+from pdserve.workers.kv.store import KVStore, row_bytes
 from pdserve.workers.model.runner import OnLayer, TransformerRunner
 from support.engines import make_request, prompts_of, run
+
+KINDS = (*((linear, KVDtype.FLOAT32) for linear in LinearKind), (LinearKind.FP16, KVDtype.INT8))
+"""Weights and KV of the bitwise class."""
 
 Logits = dict[tuple[int, int], NDArray[np.float32]]
 LENGTHS = (1, 15, 16, 17, 31, 48, 97, 140)
@@ -58,11 +64,14 @@ def plain_engine(
 ) -> Engine:
     """Return a fresh engine over the same loaded model; its KV is NaN wherever nothing was written."""
     model = assembled.model
-    layout = kv_layout(model.spec, block_size, model_digest=model.digest)
+    layout = kv_layout(
+        model.spec, block_size, model_digest=model.digest, kv_dtype=KVDtype(assembled.store.layout.kv_dtype)
+    )
     counts = [num_blocks] * len(layout.groups)
     store = KVStore(layout, num_blocks=counts, device=torch.device("cpu"))
     for layer in range(model.spec.num_layers):
-        store.layer(layer).fill_(float("nan"))  # a read of anything not written shows
+        # NaN, as fp32 and as the scale of an int8 row: a read of anything not written shows.
+        store.layer(layer).view(torch.int8).fill_(-1)
     runner = TransformerRunner(model, store, num_threads=threads)
     runner.bind_thread()
     return Engine(
@@ -80,6 +89,14 @@ def plain_engine(
         clock=ManualClock(),
         host=HostTier(store, [host_blocks] * len(counts)) if host_blocks else None,
     )
+
+
+def with_kv(assembled: AssembledEngine, kv_dtype: KVDtype) -> AssembledEngine:
+    """Return the same loaded model for plain engines with another KV; its own engine keeps the one it has."""
+    layout = assembled.store.layout
+    layout = replace(layout, kv_dtype=kv_dtype, row_bytes=row_bytes(kv_dtype, layout.head_dim))
+    store = KVStore(layout, num_blocks=[1] * len(layout.groups), device=torch.device("cpu"))
+    return replace(assembled, store=store)
 
 
 def recording_engine(assembled: AssembledEngine, **limits: int) -> tuple[Engine, RecordingRunner, KVStore]:

@@ -8,6 +8,7 @@ import torch
 from pdserve.cluster.base.clock import ManualClock
 from pdserve.cluster.base.config import AttentionKind, EngineConfig, LinearKind
 from pdserve.cluster.base.ids import RequestId
+from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.cluster.base.request import FinishReason, Request, SamplingParams, forks_of
 from pdserve.workers.assembly import AssembledEngine, assemble_engine
 from pdserve.workers.engine.engine import Engine
@@ -21,6 +22,7 @@ def make_engine(
     folder: Path,
     *,
     linear: LinearKind = LinearKind.FP32,
+    kv_dtype: KVDtype = KVDtype.FLOAT32,
     attention: AttentionKind = AttentionKind.NUMBA,
     block_size: int = 16,
     max_batch_tokens: int = 512,
@@ -31,6 +33,7 @@ def make_engine(
     """Return an engine on a checkpoint."""
     config = EngineConfig(
         linear=linear,
+        kv_dtype=kv_dtype,
         attention=attention,
         block_size=block_size,
         max_batch_tokens=max_batch_tokens,

@@ -3,7 +3,8 @@
 The rules that make it exact: KV is visited in absolute tiles of 32 tokens, whatever the block size and where a window
 starts; one inner loop serves prefill and decode; tiling is over queries only; sums over tokens run in token order and
 are never split by batch. The dot product over the head dimension may be vectorised: it is one piece of code with one
-trip count, so every (query, key) pair meets the same order of additions.
+trip count, so every (query, key) pair meets the same order of additions. int8 KV is read in place too: a key's scale
+multiplies its score, a value's scale its weight.
 """
 
 import numba
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 
 from pdserve.workers.attention.protocol import StepMetadata
+from pdserve.workers.kv.int8_rows import row_scales
 from pdserve.workers.model.scalar_math import exp32
 
 TILE = 32
@@ -27,8 +29,9 @@ def _dot(query, token, head, kv, block, kv_head, offset):  # type: ignore[no-unt
 
 
 @numba.njit(nogil=True, parallel=True, cache=True, fastmath={"contract", "nsz"})
-def _attend(query, kv, table, positions, item_rows, item_starts, item_ends, window, scale, out):  # type: ignore[no-untyped-def]  # numba infers the types
-    num_kv_heads, block_size, size = kv.shape[2], kv.shape[3], kv.shape[4]
+def _attend(query, kv, scales, table, positions, item_rows, item_starts, item_ends, window, scale, out):  # type: ignore[no-untyped-def]  # numba infers the types
+    # kv [N, 2, Hkv, B, row]; scales [N, 2, Hkv, B] of an int8 kv, None otherwise: numba compiles one kernel for each.
+    num_kv_heads, block_size, size = kv.shape[2], kv.shape[3], query.shape[2]
     heads_per_kv = query.shape[1] // num_kv_heads
     for work in numba.prange(item_rows.shape[0] * num_kv_heads):
         item = work // num_kv_heads
@@ -59,6 +62,8 @@ def _attend(query, kv, table, positions, item_rows, item_starts, item_ends, wind
                             shift = run // block_size * block_size
                             for key in range(run_low, run_high):
                                 score = _dot(query, token, head, kv, block, kv_head, key - shift) * scale
+                                if scales is not None:
+                                    score *= scales[block, 0, kv_head, key - shift]
                                 weights[key - base] = score
                                 peak = max(peak, score)
                     decay = exp32(largest[state] - peak)
@@ -78,6 +83,8 @@ def _attend(query, kv, table, positions, item_rows, item_starts, item_ends, wind
                             shift = run // block_size * block_size
                             for key in range(run_low, run_high):
                                 weight = weights[key - base]
+                                if scales is not None:
+                                    weight *= scales[block, 1, kv_head, key - shift]
                                 for d in range(size):
                                     sums[state, d] += weight * kv[block, 1, kv_head, key - shift, d]
         for token in range(start, end):
@@ -95,12 +102,13 @@ class NumbaAttention:
     def attend(
         self, query: torch.Tensor, kv: torch.Tensor, step: StepMetadata, group: int, scale: float
     ) -> torch.Tensor:
-        """See AttentionBackend.attend; fp32 only."""
+        """See AttentionBackend.attend; the query is fp32."""
         out = torch.empty_like(query)
         place = step.groups[group]
         _attend(
             query.numpy(),
             kv.numpy(),
+            row_scales(kv, query.shape[2]).numpy() if kv.dtype == torch.int8 else None,
             place.block_table,
             step.positions,
             step.item_rows,

@@ -52,7 +52,9 @@ class AttentionBackend(Protocol):
     def attend(
         self, query: torch.Tensor, kv: torch.Tensor, step: StepMetadata, group: int, scale: float
     ) -> torch.Tensor:
-        """Return [T, Hq * D] for query [T, Hq, D] over kv [N, 2, Hkv, B, D]; causal, windowed by the group."""
+        """Return [T, Hq * D] for query [T, Hq, D] over kv [N, 2, Hkv, B, row] (KVStore); causal.
+
+        Windowed by the group."""
 
 
 def build_metadata(plan: StepPlan, windows: tuple[int, ...], block_size: int) -> StepMetadata:

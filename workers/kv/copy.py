@@ -93,10 +93,9 @@ class BlockCopier:
 
     def __init__(self, store: KVStore) -> None:
         self._layout: KVLayout = store.layout
-        row_bytes = store.layout.head_dim * store.layout.itemsize
-        if row_bytes % 8:
-            raise ConfigError(f"KV cannot be moved: {row_bytes} bytes per head are no multiple of 8")
-        self._keys = _draw_keys(row_bytes // 8)
+        if store.layout.row_bytes % 8:
+            raise ConfigError(f"KV cannot be moved: {store.layout.row_bytes} bytes per head are no multiple of 8")
+        self._keys = _draw_keys(store.layout.row_bytes // 8)
         self._layers = [_words(store.layer(index)) for index in range(store.layout.num_layers)]
 
     @property

@@ -28,11 +28,9 @@ class HostTier:
 
     def __init__(self, store: KVStore, num_blocks: Sequence[int]) -> None:
         """`num_blocks` is one number per KV group."""
-        layout = store.layout
-        shape = (2, layout.num_kv_heads, layout.block_size, layout.head_dim)
-        self._layers = [[store.layer(index) for index in group.layers] for group in layout.groups]
+        self._layers = [[store.layer(index) for index in group.layers] for group in store.layout.groups]
         self._slots = [
-            torch.zeros((count, len(layers), *shape), dtype=layers[0].dtype)
+            torch.zeros((count, len(layers), *layers[0].shape[1:]), dtype=layers[0].dtype)
             for count, layers in zip(num_blocks, self._layers, strict=True)
         ]
         self._free = [list(range(count)) for count in num_blocks]

@@ -1,6 +1,7 @@
 """The KV store: the only owner of KV bytes, one tensor per layer.
 
-Layout of a layer: [num_blocks, 2, kv_heads, block_size, head_dim], the same on every device. Layers of one KV group
+Layout of a layer: [num_blocks, 2, kv_heads, block_size, row], the same on every device; a row is head_dim fp32 values,
+or an int8 row (int8_rows). Layers of one KV group
 share block ids; groups are separate pools.
 """
 
@@ -8,9 +9,10 @@ from collections.abc import Sequence
 
 import torch
 
-from pdserve.cluster.base.kv_layout import KVLayout
+from pdserve.cluster.base.kv_layout import KVDtype, KVLayout
+from pdserve.workers.kv.int8_rows import int8_row_bytes
 
-_DTYPES = {"float32": torch.float32}
+_DTYPES = {KVDtype.FLOAT32: torch.float32, KVDtype.INT8: torch.int8}
 
 
 class KVStore:
@@ -21,8 +23,8 @@ class KVStore:
         self.layout = layout
         self.num_blocks = tuple(num_blocks)
         self.block_size = layout.block_size
-        shape = (2, layout.num_kv_heads, layout.block_size, layout.head_dim)
-        dtype = _DTYPES[layout.kv_dtype]
+        dtype = _DTYPES[KVDtype(layout.kv_dtype)]
+        shape = (2, layout.num_kv_heads, layout.block_size, layout.row_bytes // dtype.itemsize)
         counts = {
             layer: count for group, count in zip(layout.groups, num_blocks, strict=True) for layer in group.layers
         }
@@ -38,6 +40,11 @@ class KVStore:
     def layer(self, index: int) -> torch.Tensor:
         """Return the KV of one layer."""
         return self._layers[index]
+
+
+def row_bytes(kv_dtype: KVDtype, head_dim: int) -> int:
+    """Return the bytes of one head's key or value of one token."""
+    return int8_row_bytes(head_dim) if kv_dtype is KVDtype.INT8 else head_dim * _DTYPES[kv_dtype].itemsize
 
 
 def block_bytes(layout: KVLayout, group: int) -> int:

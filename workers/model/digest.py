@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pdserve.cluster.base.kv_layout import GroupLayout, KVLayout
+from pdserve.cluster.base.kv_layout import GroupLayout, KVDtype, KVLayout
 from pdserve.cluster.base.request import Request
 from pdserve.workers.engine.plan import Int32, Int64, StepOutput, StepPlan
 from pdserve.workers.engine.sampler import philox_uniform
@@ -58,8 +58,8 @@ class DigestModel:
         count = self.layers_per_group
         return KVLayout(
             model_digest=f"digest-{self.windows}-{count}-{self.num_heads}-{self.vocab_size}",
-            kv_dtype="float32",
-            itemsize=4,
+            kv_dtype=KVDtype.FLOAT32,
+            row_bytes=8,
             block_size=block_size,
             num_kv_heads=self.num_heads,
             head_dim=2,

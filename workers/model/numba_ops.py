@@ -7,12 +7,14 @@ import numpy as np
 import torch
 
 from pdserve.workers.attention.protocol import StepMetadata
+from pdserve.workers.kv.int8_rows import INT8_MAX, row_scales
 from pdserve.workers.model.families import Activation
 from pdserve.workers.model.ops import QKVParameters
 from pdserve.workers.model.scalar_math import exp32
 
 _ROW_MATH = {"contract", "nsz", "reassoc"}
 _ONE = np.float32(1.0)
+_INT8_MAX = np.float32(INT8_MAX)
 _GELU_SCALE = np.float32(2.0 * 0.7978845608028654)
 _GELU_CUBE = np.float32(0.044715)
 
@@ -65,6 +67,36 @@ def _norm_and_rotate(row, start, size, weight, has_norm, cos, sin, position, eps
             high = row[start + half + d]
             out[d] = low * cos[position, d] - high * sin[position, d]
             out[half + d] = high * cos[position, d] + low * sin[position, d]
+
+
+@numba.njit(nogil=True, fastmath=_ROW_MATH)
+def _quantize(values, start, out):  # type: ignore[no-untyped-def]  # numba infers the types
+    # Writes out[:D] for values[start : start + D], D = len(out); returns the scale. As int8_rows.quantize_rows does.
+    peak = np.float32(0.0)
+    for d in range(out.shape[0]):
+        peak = max(peak, abs(values[start + d]))
+    inverse = _INT8_MAX / peak if peak > 0 else np.float32(0.0)
+    for d in range(out.shape[0]):
+        out[d] = np.int8(np.rint(values[start + d] * inverse))
+    return peak / _INT8_MAX
+
+
+@numba.njit(nogil=True, parallel=True, cache=True, fastmath=_ROW_MATH)
+def _store_qkv_int8(  # type: ignore[no-untyped-def]  # numba infers the types
+    qkv, query_norm, key_norm, has_norm, cos, sin, positions, blocks, offsets, eps, kv, scales, query
+):
+    num_heads, num_kv_heads, size = query.shape[1], kv.shape[2], query.shape[2]
+    for token in numba.prange(qkv.shape[0]):
+        row, position, block, offset = qkv[token], positions[token], blocks[token], offsets[token]
+        key = np.empty(size, np.float32)
+        for head in range(num_heads):
+            _norm_and_rotate(row, head * size, size, query_norm, has_norm, cos, sin, position, eps, query[token, head])
+        for head in range(num_kv_heads):
+            start = (num_heads + head) * size
+            _norm_and_rotate(row, start, size, key_norm, has_norm, cos, sin, position, eps, key)
+            scales[block, 0, head, offset] = _quantize(key, 0, kv[block, 0, head, offset, :size])
+            start = (num_heads + num_kv_heads + head) * size
+            scales[block, 1, head, offset] = _quantize(row, start, kv[block, 1, head, offset, :size])
 
 
 @numba.njit(nogil=True, parallel=True, cache=True, fastmath=_ROW_MATH)
@@ -132,7 +164,7 @@ class NumbaOps:
         query = torch.empty(qkv.shape[0], parameters.num_heads, parameters.head_dim)
         place = step.groups[parameters.group]
         has_norm = parameters.query_norm is not None
-        _store_qkv(
+        inputs = (
             qkv.numpy(),
             _ABSENT if parameters.query_norm is None else parameters.query_norm.numpy(),
             _ABSENT if parameters.key_norm is None else parameters.key_norm.numpy(),
@@ -144,8 +176,11 @@ class NumbaOps:
             place.token_offsets,
             np.float32(parameters.eps),
             kv.numpy(),
-            query.numpy(),
         )
+        if kv.dtype == torch.int8:
+            _store_qkv_int8(*inputs, row_scales(kv, parameters.head_dim).numpy(), query.numpy())
+        else:
+            _store_qkv(*inputs, query.numpy())
         return query
 
     def activate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:

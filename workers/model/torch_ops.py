@@ -3,6 +3,7 @@
 import torch
 
 from pdserve.workers.attention.protocol import StepMetadata
+from pdserve.workers.kv.int8_rows import quantize_rows
 from pdserve.workers.model.families import Activation
 from pdserve.workers.model.ops import QKVParameters
 
@@ -45,9 +46,9 @@ class TorchOps:
         place = step.groups[parameters.group]
         blocks = torch.from_numpy(place.token_blocks).to(qkv.device, torch.long)
         offsets = torch.from_numpy(place.token_offsets).to(qkv.device, torch.long)
-        kv[blocks, 0, :, offsets] = _rotate(key, cos, sin).to(kv.dtype)
-        kv[blocks, 1, :, offsets] = value.to(kv.dtype)
-        return _rotate(query, cos, sin).to(kv.dtype)
+        for side, rows in enumerate((_rotate(key, cos, sin), value)):
+            kv[blocks, side, :, offsets] = quantize_rows(rows) if kv.dtype == torch.int8 else rows
+        return _rotate(query, cos, sin)
 
     def activate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """See Ops.activate."""

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.cluster.base.kv_layout import GroupLayout, KVLayout
+from pdserve.cluster.base.kv_layout import GroupLayout, KVDtype, KVLayout
 from pdserve.kvtransfer.layout import ChunkRange, Coverage, chunk_bytes, chunks_of, first_sent, layer_spans
 
 LAYOUT = KVLayout(
     model_digest="m",
-    kv_dtype="float32",
-    itemsize=4,
+    kv_dtype=KVDtype.FLOAT32,
+    row_bytes=16,
     block_size=16,
     num_kv_heads=1,
     head_dim=4,

@@ -7,7 +7,7 @@ import pytest
 
 from pdserve.cluster.base.clock import ManualClock
 from pdserve.cluster.base.ids import RequestId
-from pdserve.cluster.base.kv_layout import GroupLayout, KVLayout
+from pdserve.cluster.base.kv_layout import GroupLayout, KVDtype, KVLayout
 from pdserve.cluster.base.request import FinishReason, TokenDelta
 from pdserve.kvtransfer.layout import ChunkRange, Coverage
 from pdserve.kvtransfer.link import LinkEvent, LinkLife, LinkState
@@ -29,8 +29,8 @@ from pdserve.kvtransfer.table import IllegalTransitionError
 
 LAYOUT = KVLayout(
     model_digest="m",
-    kv_dtype="float32",
-    itemsize=4,
+    kv_dtype=KVDtype.FLOAT32,
+    row_bytes=8,
     block_size=16,
     num_kv_heads=1,
     head_dim=2,

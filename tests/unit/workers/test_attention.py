@@ -10,6 +10,7 @@ from pdserve.workers.attention.numba_cpu import NumbaAttention
 from pdserve.workers.attention.protocol import QUERY_TILE, StepMetadata, build_metadata
 from pdserve.workers.attention.torch_reference import TorchAttention
 from pdserve.workers.engine.plan import Int32, SamplingArrays, StepPlan
+from pdserve.workers.kv.int8_rows import dequantize_rows, quantize_rows
 
 EMPTY = SamplingArrays(
     temperature=np.zeros(0),
@@ -83,10 +84,12 @@ def test_both_backends_are_the_definition(
     query, kv, step = make_case(
         rows, block_size=block_size, heads=heads, kv_heads=kv_heads, size=size, window=window, seed=seed
     )
-    expected = definition(query, kv, step, size**-0.5)
-    for backend in (NumbaAttention(), TorchAttention()):
-        found = backend.attend(query, kv, step, 0, size**-0.5)
-        assert (found.double() - expected).abs().max() < 2e-5, type(backend).__name__
+    rows8 = quantize_rows(kv)
+    for held, values in ((kv, kv), (rows8, dequantize_rows(rows8, size))):
+        expected = definition(query, values, step, size**-0.5)
+        for backend in (NumbaAttention(), TorchAttention()):
+            found = backend.attend(query, held, step, 0, size**-0.5)
+            assert (found.double() - expected).abs().max() < 2e-5, type(backend).__name__
 
 
 @pytest.mark.parametrize("window", [0, 7, 40])

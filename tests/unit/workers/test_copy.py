@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pdserve.cluster.base.errors import ConfigError
-from pdserve.cluster.base.kv_layout import GroupLayout, KVLayout
+from pdserve.cluster.base.kv_layout import GroupLayout, KVDtype, KVLayout
 from pdserve.kvtransfer.layout import ChunkRange, chunk_bytes
 from pdserve.workers.kv.copy import BlockCopier
 from pdserve.workers.kv.store import KVStore
@@ -14,8 +14,8 @@ from pdserve.workers.kv.store import KVStore
 def make_layout(head_dim: int = 6, num_kv_heads: int = 3) -> KVLayout:
     return KVLayout(
         model_digest="m",
-        kv_dtype="float32",
-        itemsize=4,
+        kv_dtype=KVDtype.FLOAT32,
+        row_bytes=4 * head_dim,
         block_size=16,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from pdserve.workers.attention.protocol import GroupMetadata, StepMetadata
+from pdserve.workers.kv.int8_rows import dequantize_rows, int8_row_bytes, quantize_rows
 from pdserve.workers.model.families import Activation, RopeSpec
 from pdserve.workers.model.numba_ops import NumbaOps
 from pdserve.workers.model.ops import QKVParameters
@@ -75,11 +76,25 @@ def test_store_qkv_equals_torch_and_writes_only_its_slots(has_norm: bool, size: 
         positions=positions, row_starts=none, item_rows=none, item_starts=none, item_ends=none, groups=(place,)
     )
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * size)
+    ours8, theirs8 = (torch.full((4, 2, kv_heads, 16, int8_row_bytes(size)), 7, dtype=torch.int8) for _ in range(2))
+    NUMBA.store_qkv(qkv, parameters, ours8, step)
+    TORCH.store_qkv(qkv, parameters, theirs8, step)
     ours, theirs = (torch.full((4, 2, kv_heads, 16, size), 7.0) for _ in range(2))
     query = NUMBA.store_qkv(qkv, parameters, ours, step)
     torch.testing.assert_close(query, TORCH.store_qkv(qkv, parameters, theirs, step), rtol=5e-6, atol=5e-6)
     torch.testing.assert_close(ours, theirs, rtol=5e-6, atol=5e-6)
     assert int((ours != 7.0).any(-1).sum()) == tokens * 2 * kv_heads
+    assert int((ours8 != 7).any(-1).sum()) == tokens * 2 * kv_heads
+    is_written = (ours != 7.0).any(-1)
+    for rows in (ours8, theirs8):
+        held = dequantize_rows(rows, size)[is_written]
+        step_sizes = ours[is_written].abs().amax(-1, keepdim=True) / 127
+        assert ((held - ours[is_written]).abs() <= 0.501 * step_sizes).all()
+
+
+def test_a_row_of_zeros_is_held_exactly_and_inf_is_not_hidden() -> None:
+    assert torch.equal(dequantize_rows(quantize_rows(torch.zeros(2, 18)), 18), torch.zeros(2, 18))
+    assert not torch.isfinite(dequantize_rows(quantize_rows(torch.full((1, 18), torch.inf)), 18)).any()
 
 
 def test_exp_is_within_two_units_of_the_last_place() -> None:
