@@ -1,6 +1,7 @@
 """Log probabilities of tokens: of the model itself, before temperature, filters, penalties and biases.
 
-log softmax in fp64, summed over fixed vocabulary tiles in token order, so a row's values depend on its logits only.
+log softmax: exponentials in fp32, summed in fp64 over fixed vocabulary tiles in one order, so a row's values depend on
+its logits only.
 """
 
 import numba
@@ -8,19 +9,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdserve.cluster.base.request import TokenLogprob, TokenLogprobs
-from pdserve.workers.engine.sampler import SUM_TILE
+from pdserve.workers.engine.sampler import SUM_TILE, row_maximum
+from pdserve.workers.model.scalar_math import exp32
+
+_MARGINS = (np.float32(4.0), np.float32(16.0), np.float32(np.inf))
+"""The largest logits are searched within these of the largest first."""
 
 
-@numba.njit(nogil=True, cache=True)
+@numba.njit(nogil=True, cache=True, fastmath={"contract", "nsz", "reassoc"})
 def _log_normaliser(logits):  # type: ignore[no-untyped-def]  # numba infers the types
-    peak = np.float64(logits.max())
+    peak = row_maximum(logits)
     total = 0.0
     for start in range(0, logits.shape[0], SUM_TILE):
         partial = 0.0
         for token in range(start, min(start + SUM_TILE, logits.shape[0])):
-            partial += np.exp(np.float64(logits[token]) - peak)
+            partial += np.float64(exp32(logits[token] - peak))
         total += partial
-    return peak + np.log(total)
+    return np.float64(peak) + np.log(total)
 
 
 def logprobs_of(logits: NDArray[np.float32], token_id: int, num_top: int) -> TokenLogprobs:
@@ -42,10 +47,14 @@ def _largest(logits: NDArray[np.float32], count: int) -> list[int]:
     count = min(count, len(logits))
     if count == 0:
         return []
-    border = np.partition(logits, len(logits) - count)[len(logits) - count]
-    over = np.flatnonzero(logits > border)
-    equal = np.flatnonzero(logits == border)[: count - len(over)]
-    candidates = np.concatenate([over, equal])
-    order = np.lexsort((candidates, -logits[candidates]))
-    found: list[int] = candidates[order].tolist()
+    peak = row_maximum(logits)
+    for margin in _MARGINS:
+        candidates = np.flatnonzero(logits >= peak - margin)
+        if len(candidates) >= count:
+            break
+    values = logits[candidates]
+    border = np.partition(values, len(values) - count)[len(values) - count]
+    over, equal = candidates[values > border], candidates[values == border]
+    kept = np.concatenate([over, equal[: count - len(over)]])
+    found: list[int] = kept[np.lexsort((kept, -logits[kept]))].tolist()
     return found

@@ -2,7 +2,8 @@
 
 The uniform of a draw is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) keyed by the
 request's seed and counted by (sample, output position): it depends on nothing else, so a replay or another batch draws
-the same token. Probabilities are summed in fp64 over fixed vocabulary tiles.
+the same token. Weights are exp((logit - largest) / temperature) in fp32, summed in fp64 over fixed tiles. Rows are
+drawn in parallel, each by one thread and in one order.
 """
 
 import numba
@@ -10,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdserve.workers.engine.plan import Int32, Int64, SamplingArrays
+from pdserve.workers.engine.selection import keep_largest
+from pdserve.workers.model.scalar_math import exp32
 
 SUM_TILE = 4096
 _MASK = np.uint64(0xFFFFFFFF)
@@ -18,8 +21,8 @@ _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 _ROUNDS = 10
 _UNIT = 2.0**-53
-# A nucleus is searched among tokens over these shares of the total first; the last one admits every token.
-_NUCLEUS_SHARES = (1e-2, 1e-4, 1e-6, 0.0)
+_FLOOR = -50.0
+"""Weights below e^-50 are 0: all tokens of a vocabulary of 262,144 together would hold less than 2^-53 of the mass."""
 
 
 @numba.njit(nogil=True, cache=True)
@@ -35,108 +38,105 @@ def philox_uniform(seed, sample, position):  # type: ignore[no-untyped-def]  # n
     return np.float64(((c0 << _SHIFT) | c1) >> np.uint64(11)) * _UNIT
 
 
-@numba.njit(nogil=True, cache=True)
-def _tiled_sum(weights):  # type: ignore[no-untyped-def]  # numba infers the types
-    total = 0.0
-    for start in range(0, weights.shape[0], SUM_TILE):
+@numba.njit(nogil=True, cache=True, fastmath={"nnan", "nsz"})
+def row_maximum(logits):  # type: ignore[no-untyped-def]  # numba infers the types
+    """Return the largest of logits [V]."""
+    best = logits[0]
+    for token in range(1, logits.shape[0]):
+        best = max(best, logits[token])
+    return best
+
+
+@numba.njit(nogil=True, cache=True, fastmath={"contract", "nsz"})
+def _weigh(logits, temperature):  # type: ignore[no-untyped-def]  # numba infers the types
+    peak = np.float64(row_maximum(logits))
+    weights = np.empty(logits.shape[0], np.float32)
+    for token in range(logits.shape[0]):
+        exponent = (np.float64(logits[token]) - peak) / temperature
+        weight = exp32(np.float32(exponent))
+        weights[token] = weight if exponent > _FLOOR else np.float32(0.0)
+    return weights
+
+
+@numba.njit(nogil=True, cache=True, fastmath={"contract", "nsz", "reassoc"})
+def _tile_sums(weights):  # type: ignore[no-untyped-def]  # numba infers the types
+    sums = np.empty((weights.shape[0] + SUM_TILE - 1) // SUM_TILE, np.float64)
+    for tile in range(sums.shape[0]):
         partial = 0.0
-        for token in range(start, min(start + SUM_TILE, weights.shape[0])):
-            partial += weights[token]
-        total += partial
-    return total
-
-
-@numba.njit(nogil=True, cache=True)
-def _keep_top_k(weights, top_k):  # type: ignore[no-untyped-def]  # numba infers the types
-    """Zero all but the `top_k` largest weights; equal weights at the border keep the lower ids."""
-    if top_k <= 0 or top_k >= weights.shape[0]:
-        return
-    border = np.partition(weights, weights.shape[0] - top_k)[weights.shape[0] - top_k]
-    num_over = 0
-    for token in range(weights.shape[0]):
-        num_over += weights[token] > border
-    num_equal = top_k - num_over
-    for token in range(weights.shape[0]):
-        if weights[token] < border:
-            weights[token] = 0.0
-        elif weights[token] == border:
-            if num_equal > 0:
-                num_equal -= 1
-            else:
-                weights[token] = 0.0
-
-
-@numba.njit(nogil=True, cache=True)
-def _keep_top_p(weights, top_p):  # type: ignore[no-untyped-def]  # numba infers the types
-    """Zero all but the smallest set of largest weights whose share reaches `top_p`."""
-    if top_p >= 1.0:
-        return
-    wanted = top_p * _tiled_sum(weights)
-    total = wanted / top_p
-    for share in _NUCLEUS_SHARES:
-        candidates = np.flatnonzero(weights > share * total)
-        mass = 0.0
-        for token in candidates:
-            mass += weights[token]
-        if mass >= wanted:
-            break
-    order = candidates[np.argsort(-weights[candidates], kind="mergesort")]
-    mass = 0.0
-    num_kept = 0
-    while num_kept < order.shape[0] and (mass < wanted or num_kept == 0):
-        mass += weights[order[num_kept]]
-        num_kept += 1
-    kept = weights[order[:num_kept]].copy()
-    weights[:] = 0.0
-    for index in range(num_kept):
-        weights[order[index]] = kept[index]
+        for place in range(tile * SUM_TILE, min((tile + 1) * SUM_TILE, weights.shape[0])):
+            partial += np.float64(weights[place])
+        sums[tile] = partial
+    return sums
 
 
 @numba.njit(nogil=True, cache=True)
 def _draw(weights, uniform):  # type: ignore[no-untyped-def]  # numba infers the types
-    """Return the first id whose cumulative weight exceeds uniform × total."""
-    target = uniform * _tiled_sum(weights)
+    """Return the first place whose cumulative weight exceeds uniform × total."""
+    sums = _tile_sums(weights)
+    total = 0.0
+    for partial in sums:
+        total += partial
+    target = uniform * total
     before = 0.0
     last = 0
-    for start in range(0, weights.shape[0], SUM_TILE):
-        partial = 0.0
-        for token in range(start, min(start + SUM_TILE, weights.shape[0])):
-            partial += weights[token]
-            if weights[token] > 0.0:
-                last = token
-                if before + partial > target:
-                    return token
-        before += partial
+    for tile in range(sums.shape[0]):
+        start, end = tile * SUM_TILE, min((tile + 1) * SUM_TILE, weights.shape[0])
+        if before + sums[tile] > target:
+            within = before
+            for place in range(start, end):
+                within += np.float64(weights[place])
+                if weights[place] > 0.0:
+                    last = place
+                    if within > target:
+                        return place
+            # The tile's own sum was rounded the other way: its last token it is.
+            return last
+        before += sums[tile]
+    for place in range(weights.shape[0]):
+        if weights[place] > 0.0:
+            last = place
     return last
 
 
 @numba.njit(nogil=True, cache=True)
 def _sample_row(logits, temperature, top_k, top_p, min_p, seed, sample, position):  # type: ignore[no-untyped-def]  # numba infers the types
-    peak = logits.max()
-    weights = np.empty(logits.shape[0], np.float64)
-    for token in range(logits.shape[0]):
-        weights[token] = np.exp((np.float64(logits[token]) - np.float64(peak)) / temperature)
-    _keep_top_k(weights, top_k)
-    _keep_top_p(weights, top_p)
-    if min_p > 0.0:
-        for token in range(weights.shape[0]):
-            if weights[token] < min_p:  # the largest weight is 1
-                weights[token] = 0.0
-    return _draw(weights, philox_uniform(seed, sample, np.uint64(position)))
+    weights = _weigh(logits, temperature)
+    uniform = philox_uniform(seed, sample, np.uint64(position))
+    if top_k <= 0 and top_p >= 1.0 and min_p <= 0.0:
+        return _draw(weights, uniform)
+    ids, kept = keep_largest(weights, top_k, top_p, min_p)
+    return ids[_draw(kept, uniform)]
+
+
+@numba.njit(nogil=True, parallel=True, cache=True)
+def _sample_rows(logits, rows, temperature, top_k, top_p, min_p, seed, sample, position, token_ids):  # type: ignore[no-untyped-def]  # numba infers the types
+    for index in numba.prange(rows.shape[0]):
+        row = rows[index]
+        token_ids[index] = _sample_row(
+            logits[index],
+            temperature[row],
+            top_k[row],
+            top_p[row],
+            min_p[row],
+            seed[row],
+            sample[row],
+            position[row],
+        )
 
 
 def sample_rows(logits: NDArray[np.float32], sampling: SamplingArrays, rows: Int64 | NDArray[np.intp]) -> Int32:
     """Draw one token for each row of logits [n, V]; row i uses the parameters sampling[rows[i]]."""
     token_ids = np.empty(len(rows), np.int32)
-    for index, row in enumerate(rows):
-        token_ids[index] = _sample_row(
-            logits[index],
-            sampling.temperature[row],
-            sampling.top_k[row],
-            sampling.top_p[row],
-            sampling.min_p[row],
-            sampling.seed[row],
-            sampling.sample[row],
-            sampling.position[row],
-        )
+    _sample_rows(
+        logits,
+        rows,
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.seed,
+        sampling.sample,
+        sampling.position,
+        token_ids,
+    )
     return token_ids

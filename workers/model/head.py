@@ -13,7 +13,7 @@ from pdserve.cluster.base.request import TokenLogprobs
 from pdserve.workers.engine.logit_rules import apply_rules
 from pdserve.workers.engine.logprobs import logprobs_of
 from pdserve.workers.engine.plan import Float32, Int32, SamplingArrays, ScoredTokens, StepOutput
-from pdserve.workers.engine.sampler import sample_rows
+from pdserve.workers.engine.sampler import row_maximum, sample_rows
 from pdserve.workers.model.linear import Linear
 
 VOCABULARY_TILE = 16384
@@ -23,18 +23,10 @@ SCORED_ROWS = 16
 Indexes = NDArray[np.intp]
 
 
-@numba.njit(nogil=True, fastmath={"nnan", "nsz"})
-def _row_maximum(logits, row):  # type: ignore[no-untyped-def]  # numba infers the types
-    best = logits[row, 0]
-    for column in range(1, logits.shape[1]):
-        best = max(best, logits[row, column])
-    return best
-
-
 @numba.njit(nogil=True, parallel=True, cache=True)
 def _update_largest(logits, offset, largest, token_ids):  # type: ignore[no-untyped-def]  # numba infers the types
     for row in numba.prange(logits.shape[0]):
-        best = _row_maximum(logits, row)
+        best = row_maximum(logits[row])
         if best > largest[row]:
             for column in range(logits.shape[1]):
                 if logits[row, column] == best:
@@ -68,7 +60,7 @@ class Head:
             logits = tile(hidden).cpu().numpy()
             _update_largest(logits, offset, largest, token_ids)
             if len(whole):
-                rows[:, offset : offset + tile.out_features] = logits[whole]
+                np.take(logits, whole, axis=0, out=rows[:, offset : offset + tile.out_features], mode="clip")
             offset += tile.out_features
         if not len(whole):
             return StepOutput(token_ids=token_ids)

@@ -72,13 +72,15 @@ def _norm_and_rotate(row, start, size, weight, has_norm, cos, sin, position, eps
 @numba.njit(nogil=True, fastmath=_ROW_MATH)
 def _quantize(values, start, out):  # type: ignore[no-untyped-def]  # numba infers the types
     # Writes out[:D] for values[start : start + D], D = len(out); returns the scale. As int8_rows.quantize_rows does.
-    peak = np.float32(0.0)
+    # A row with NaN or inf has a scale of NaN, so that it shows.
+    peak, total = np.float32(0.0), np.float32(0.0)
     for d in range(out.shape[0]):
         peak = max(peak, abs(values[start + d]))
+        total += values[start + d]
     inverse = _INT8_MAX / peak if peak > 0 else np.float32(0.0)
     for d in range(out.shape[0]):
         out[d] = np.int8(np.rint(values[start + d] * inverse))
-    return peak / _INT8_MAX
+    return peak / _INT8_MAX + total * np.float32(0.0)
 
 
 @numba.njit(nogil=True, parallel=True, cache=True, fastmath=_ROW_MATH)
