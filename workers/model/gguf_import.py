@@ -33,7 +33,7 @@ from pdserve.cluster.base.errors import CheckpointError
 Progress = Callable[[str, float], None]
 """Called with a stage and the finished share of it, 0 to 1."""
 
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 GEMMA3_LOCAL_THETA = 10000.0
 
 _LAYER_NAMES = {
@@ -56,6 +56,12 @@ _GEMMA3_LAYER_NAMES = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
 _CONFIGS: dict[str, type[PretrainedConfig]] = {
     "llama": LlamaConfig,
     "qwen2": Qwen2Config,
@@ -127,6 +133,8 @@ def _convert(path: Path, folder: Path, progress: Progress) -> None:
         )
     progress("reading the file", 1.0)
     config = _config(path, architecture, metadata, names)
+    # Other engines read from here which class the folder is for.
+    config.architectures = [_ARCHITECTURES[architecture]]
     weights = {}
     for number, tensor in enumerate(reader.tensors):
         name, values = _convert_tensor(path, architecture, tensor, config)
