@@ -16,6 +16,7 @@ import torch
 
 from pdserve.cluster.base.config import LinearKind
 from pdserve.cluster.base.errors import ConfigError
+from pdserve.workers.model.numba_ops import divide_rows
 
 logger = logging.getLogger(__name__)
 
@@ -136,20 +137,19 @@ class LinearFactory:
 def _pack_int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     """Return x Wᵀ + b for x [T, K], with W in 8 bits, a scale per output, and x in 8 bits, a scale per row.
 
-    The kernel quantises a whole batch by its range. So each row is divided by its own largest value first, and a row
-    that holds 1 and -1 goes with them: the range is always the same, and a row never meets its neighbours'. Sums are of
-    integers, so their order does not matter. Where the kernel adds pairs of products in 16 bits, x has 7 bits.
+    The kernel takes one scale for a whole batch. So each row is divided by its own largest magnitude first: the scale
+    is always the same, and a row never meets its neighbours'. Sums are of integers, so their order does not matter.
+    Where the kernel adds pairs of products in 16 bits, x has 7 bits.
     """
     packed = _prepack_int8(weight)
-    is_reduced = not _has_full_range()
-    range_row = torch.zeros(1, weight.shape[1])
-    range_row[0, 0], range_row[0, -1] = 1.0, -1.0
-    product = torch.ops.quantized.linear_dynamic
+    most = 127 if _has_full_range() else 63
+    product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
 
     def multiply(x: torch.Tensor) -> torch.Tensor:
-        largest = x.abs().amax(1, keepdim=True).clamp_min(1e-12)
-        scaled: torch.Tensor = product(torch.cat([x / largest, range_row]), packed, is_reduced)[:-1] * largest
-        return scaled if bias is None else scaled + bias
+        scaled, largest = divide_rows(x)
+        y: torch.Tensor = product(scaled, 1.0 / most, most + 1, packed)
+        y *= largest
+        return y if bias is None else y + bias
 
     return multiply
 
@@ -171,10 +171,9 @@ def _prepack_int8(weight: torch.Tensor) -> torch.ScriptObject:
 def _has_full_range() -> bool:
     """True if the int8 kernel takes activations of 8 bits: it does not saturate where every product is largest."""
     packed = _prepack_int8(torch.ones(32, 256))
-    x = torch.ones(4, 256)
-    x[0, 0] = -1.0
-    found = torch.ops.quantized.linear_dynamic(x, packed, False)
-    return bool((found[1:] - 256.0).abs().max() < 4.0)
+    product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
+    found = product(torch.ones(4, 256), 1.0 / 127, 128, packed)
+    return bool((found - 256.0).abs().max() < 4.0)
 
 
 def find_padding(product: Product, in_features: int) -> Padding | None:

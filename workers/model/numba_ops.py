@@ -138,7 +138,39 @@ def _gelu_times(gate_up, out):  # type: ignore[no-untyped-def]  # numba infers t
             out[token, d] = gate / (_ONE + exp32(-twice)) * gate_up[token, size + d]
 
 
+@numba.njit(nogil=True, fastmath={"nnan", "nsz", "reassoc"})
+def _divide_row(x, largest, out, row):  # type: ignore[no-untyped-def]  # numba infers the types
+    peak = np.float32(1e-12)
+    for d in range(x.shape[1]):
+        peak = max(peak, abs(x[row, d]))
+    largest[row, 0] = peak
+    for d in range(x.shape[1]):
+        out[row, d] = x[row, d] / peak
+
+
+@numba.njit(nogil=True, cache=True)
+def _divide_few_rows(x, largest, out):  # type: ignore[no-untyped-def]  # numba infers the types
+    for row in range(x.shape[0]):
+        _divide_row(x, largest, out, row)
+
+
+@numba.njit(nogil=True, parallel=True, cache=True)
+def _divide_many_rows(x, largest, out):  # type: ignore[no-untyped-def]  # numba infers the types
+    for row in numba.prange(x.shape[0]):
+        _divide_row(x, largest, out, row)
+
+
+def divide_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x [T, K] with each row divided by its largest magnitude, and these [T, 1]; fp32."""
+    out, largest = torch.empty_like(x), torch.empty(x.shape[0], 1)
+    kernel = _divide_many_rows if x.numel() > _PARALLEL_VALUES else _divide_few_rows
+    kernel(x.numpy(), largest.numpy(), out.numpy())
+    return out, largest
+
+
 _ABSENT = np.empty(0, np.float32)
+_PARALLEL_VALUES = 1 << 16
+"""For fewer, waking another thread costs more than it saves."""
 
 
 class NumbaOps:
