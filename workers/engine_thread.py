@@ -16,6 +16,7 @@ from pdserve.cluster.base.request import Request, TokenDelta
 from pdserve.cluster.base.worker_info import WorkerLoad
 from pdserve.workers.engine.engine import Engine
 from pdserve.workers.engine.reservation import Reservation
+from pdserve.workers.engine.scheduler import SlotUse
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +122,11 @@ class EngineThread:
             predicted_step_s=times.predicted_s,
             step_fit=times.fit,
         )
+
+    def slot_use(self) -> dict[int, SlotUse]:
+        """Return, by window, what running sequences hold of the KV pool; an estimate while a step runs."""
+        scheduler = self._engine.scheduler
+        return {window: scheduler.slot_use(group) for group, window in enumerate(scheduler.windows)}
 
     def _put(self, item: _Item) -> None:
         with self._wake:

@@ -183,6 +183,9 @@ class Worker:
         metrics.total_blocks.set(load.num_blocks)
         for term, seconds in asdict(load.step_fit).items():
             metrics.step_fit.labels(term).set(seconds)
+        for window, slots in self._thread.slot_use().items():
+            metrics.kv_slots.labels(window, "held").set(slots.num_held)
+            metrics.kv_slots.labels(window, "wasted").set(slots.num_wasted)
         metrics.cached_blocks.set(load.num_cached_blocks)
         metrics.admitted_tokens.inc(load.num_admitted_prompt_tokens - before.num_admitted_prompt_tokens)
         metrics.cached_tokens.inc(load.num_cached_prompt_tokens - before.num_cached_prompt_tokens)

@@ -62,6 +62,12 @@ class WorkerMetrics:
         )
         self.free_blocks = Gauge("pdserve_kv_blocks_free", "Free KV blocks.", registry=self.registry)
         self.total_blocks = Gauge("pdserve_kv_blocks_total", "KV blocks of the pool.", registry=self.registry)
+        self.kv_slots = Gauge(
+            "pdserve_kv_slots",
+            "Token slots of KV blocks held by running sequences, by window; wasted ones hold no token that is seen.",
+            ["window", "kind"],
+            registry=self.registry,
+        )
         self.cached_blocks = Gauge(
             "pdserve_kv_blocks_cached", "Free KV blocks that still serve prefix hits.", registry=self.registry
         )

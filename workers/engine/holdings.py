@@ -164,6 +164,13 @@ class Holdings:
         """Return the blocks that a sequence holds in a group, shared ones included."""
         return len(sequence.blocks[group]) - sequence.first_blocks[group]
 
+    def num_wasted_slots(self, group: int, sequence: Sequence) -> int:
+        """Return the slots of a sequence's blocks that hold no token, or one that its window has left."""
+        end = len(sequence.blocks[group]) * self._block_size
+        first = sequence.first_blocks[group] * self._block_size
+        unseen = self._firsts.first_token(group, sequence.num_computed_tokens) - first
+        return max(0, end - sequence.num_tokens) + max(0, unseen)
+
     def advance(self, sequence: Sequence) -> None:
         """After a step: publish the blocks that have become whole, release those that a window has left."""
         if sequence.num_computed_tokens < sequence.next_event_tokens:

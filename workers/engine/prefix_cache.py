@@ -147,6 +147,14 @@ class FirstBlocks:
         """False for a group that sees everything."""
         return self._groups[group].window > 0
 
+    def first_token(self, group: int, num_tokens: int) -> int:
+        """Return the first token that the query at position `num_tokens` sees."""
+        return self._groups[group].first_needed(num_tokens)
+
+    def window(self, group: int) -> int:
+        """Return the window of a group; 0 if it sees everything."""
+        return self._groups[group].window
+
     def at_token(self, group: int, num_tokens: int) -> int:
         """Return the first block that the query at position `num_tokens` sees."""
         return self._groups[group].first_needed(num_tokens) // self._block_size

@@ -81,6 +81,14 @@ class PlannedPrefill:
     blocks: BlockLists
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotUse:
+    """Token slots of blocks that are in use, and those of them that hold no token anybody sees."""
+
+    num_held: int
+    num_wasted: int
+
+
 class Scheduler:
     """Owns the sequences of a worker and their blocks.
 
@@ -109,7 +117,6 @@ class Scheduler:
         self._settings = settings
         self._strategy = strategy or FirstCome()
         self._pool = pool
-        self._layout = layout
         self._identity = identity
         self._firsts = FirstBlocks(layout)
         self._clock = clock
@@ -152,6 +159,11 @@ class Scheduler:
     def max_batch_tokens(self) -> int:
         """Token budget of a step."""
         return self._settings.max_batch_tokens
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The window of each KV group; 0 sees everything."""
+        return tuple(self._firsts.window(group) for group in range(self._pool.num_groups))
 
     @property
     def num_waiting(self) -> int:
@@ -569,6 +581,14 @@ class Scheduler:
         """Return how long each request admitted since the last call had waited for its first admission."""
         times, self._queue_times = self._queue_times, []
         return times
+
+    def slot_use(self, group: int) -> SlotUse:
+        """Return what running sequences hold in a group and what of it is waste. From any thread, roughly."""
+        running = list(self._running)
+        return SlotUse(
+            num_held=sum(self._holdings.num_held(group, item) for item in running) * self._settings.block_size,
+            num_wasted=sum(self._holdings.num_wasted_slots(group, item) for item in running),
+        )
 
     def validate(self) -> None:
         """Check every invariant; for tests, after each step."""

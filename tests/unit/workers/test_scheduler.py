@@ -1,5 +1,6 @@
 """The scheduler over the digest model: any misplaced block changes the text."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -209,3 +210,30 @@ def test_resume_tokens_count_as_output_and_are_not_sampled_again() -> None:
     engine = make_digest_engine(MODEL)
     resumed = make_request("0", [10, 11, 12], max_tokens=10, temperature=1.0, seed=3, resume=whole[:4])
     assert run(engine, [resumed])["0"] == whole
+
+
+def test_waste_is_the_unfilled_end_and_what_the_window_has_left() -> None:
+    # The groups of MODEL see everything, and 24 tokens.
+    engine = make_digest_engine(MODEL)
+    engine.scheduler.add(make_request("0", prompts_of([41])[0], max_tokens=30))
+    for num_tokens in range(42, 70):
+        engine.step()
+        num_computed = num_tokens - 1
+        end = -(-num_computed // 16) * 16
+        full, window = engine.scheduler.slot_use(0), engine.scheduler.slot_use(1)
+        assert (full.num_held, full.num_wasted) == (end, max(0, end - num_tokens))
+        assert window.num_held - window.num_wasted == min(end, num_tokens) - (num_computed - 23)
+
+
+def test_a_batch_of_ordinary_prompts_wastes_less_than_four_percent_of_its_blocks() -> None:
+    engine = make_digest_engine(MODEL, num_blocks=4000, max_running=32, max_batch_tokens=8192)
+    rng = random.Random(0)
+    for number in range(32):
+        length = int(min(3000, rng.lognormvariate(6.2, 0.8)))
+        engine.scheduler.add(make_request(str(number), prompts_of([length], seed=number)[0], max_tokens=60))
+    held = wasted = 0
+    while engine.scheduler.has_work:
+        engine.step()
+        use = engine.scheduler.slot_use(0)
+        held, wasted = held + use.num_held, wasted + use.num_wasted
+    assert 0 < wasted < 0.04 * held
