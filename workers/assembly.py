@@ -18,7 +18,7 @@ from pdserve.cluster.base.config import EngineConfig, LinearKind, StrategyKind
 from pdserve.cluster.base.errors import ConfigError
 from pdserve.cluster.base.kv_layout import GroupLayout, KVDtype, KVLayout
 from pdserve.workers.engine.engine import Engine
-from pdserve.workers.engine.scheduler import SchedulerSettings, VictimPolicy
+from pdserve.workers.engine.scheduler import SchedulerSettings
 from pdserve.workers.engine.sequence import blocks_for
 from pdserve.workers.engine.strategies import Fair, FirstCome, Priority, ShortestPrefill, Strategy
 from pdserve.workers.kv.host_tier import HostTier
@@ -270,7 +270,7 @@ def assemble_engine(
             has_prefix_cache=config.prefix_cache,
             max_waiting_tokens=config.max_waiting_tokens,
             skip_age_s=config.skip_age_s,
-            victim=VictimPolicy(config.victim),
+            victim=config.victim,
         ),
         runner,
         layout=layout,

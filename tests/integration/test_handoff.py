@@ -363,6 +363,21 @@ async def test_more_requests_than_the_decode_pool_holds_all_finish() -> None:
         await assert_clean(pair.prefill, pair.decode)
 
 
+async def test_two_requests_that_each_need_most_of_the_pool_both_finish() -> None:
+    # known_faults B039: each holds 18 of 40 blocks when its KV has come, and needs 25; a third is computed here.
+    requests = [make_request(str(n), prompts_of([288], seed=n)[0], max_tokens=112) for n in range(2)]
+    decode = make_digest_engine(MODEL, num_blocks=40)
+    async with running_pair(transfer_config(TransportKind.SHM), decode=decode) as pair:
+        first = [asyncio.create_task(generate(pair.replayer, request)) for request in requests]
+        await eventually(lambda: pair.decode.load().num_generated_tokens > 0, "one decodes")
+        await pair.prefill.stop()
+        local = make_request("local", prompts_of([288], seed=2)[0], max_tokens=112)
+        assert (await generate(pair.replayer, local))[0] == MODEL.generate(local)
+        for request, task in zip(requests, first, strict=True):
+            assert (await task)[0] == MODEL.generate(request)
+        await assert_clean(pair.decode)
+
+
 async def test_a_decode_worker_without_room_is_passed_by_for_one_that_has_it() -> None:
     full, held = make_gated_engine(MODEL, num_blocks=8)
     transfer = transfer_config(TransportKind.SHM)

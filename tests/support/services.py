@@ -61,8 +61,12 @@ async def running_worker(
     store: KVStore | None = None,
     transfer: TransferConfig | None = None,
     make_copier: Callable[[KVStore], BlockCopier] = BlockCopier,
+    reach: Callable[[Endpoint], Endpoint] = lambda endpoint: endpoint,
 ) -> AsyncIterator[Worker]:
-    """A worker that has registered, in the role that its name says, on the digest model unless told."""
+    """A worker that has registered, in the role that its name says, on the digest model unless told.
+
+    `reach` says where others are told to find it.
+    """
     engine = engine or make_digest_engine(MODEL)
     if store is None:
         assert isinstance(engine.runner, DigestRunner), "a real model's store must be given"
@@ -70,7 +74,7 @@ async def running_worker(
     incarnation = draw_incarnation()
 
     def describe(endpoint: Endpoint) -> WorkerInfo:
-        return make_info(WorkerId(name), endpoint=endpoint, incarnation=incarnation)
+        return make_info(WorkerId(name), endpoint=reach(endpoint), incarnation=incarnation)
 
     settings = WorkerSettings(
         host="127.0.0.1",

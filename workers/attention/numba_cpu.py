@@ -1,10 +1,16 @@
 """Paged attention on CPU, reading blocks in place, with bits that depend on a token's own history only.
 
+A *state* is one query head of one token. The states of a work item that share a KV head are computed together over each
+tile of KV: scores four states by two keys at a time (one by one where fewer than three heads share a KV head), weighted
+values two states by four keys, so that what is loaded is used several times.
+
 The rules that make it exact: KV is visited in absolute tiles of 32 tokens, whatever the block size and where a window
-starts; one inner loop serves prefill and decode; tiling is over queries only; sums over tokens run in token order and
-are never split by batch. The dot product over the head dimension may be vectorised: it is one piece of code with one
-trip count, so every (query, key) pair meets the same order of additions. int8 KV is read in place too: a key's scale
-multiplies its score, a value's scale its weight.
+starts; one piece of code serves prefill and decode (missing states are zeros); each state adds the values of its keys
+in token order and is never split by batch. The dot product over the head dimension is vectorised: every (query, key)
+pair of a model goes through the same loop with the same trip count, so it meets the same order of additions.
+
+int8 KV becomes fp32, 16 tokens at a time, in a buffer of the work item; so does what many states read, to stay in the
+first-level cache.
 """
 
 import numba
@@ -18,82 +24,181 @@ from pdserve.workers.model.scalar_math import exp32
 TILE = 32
 RUN = 16
 """Tokens that surely share a block: block sizes are multiples of 16."""
+FEW_STATES = 8
+"""So few states, a decode's, read fp32 KV where it lies."""
+FEW_LANES = 2
+"""Up to so many query heads of a KV head, states are scored one by one: a decode has no four to score together."""
 
 
 @numba.njit(nogil=True, fastmath={"contract", "nsz", "reassoc"})
-def _dot(query, token, head, kv, block, kv_head, offset):  # type: ignore[no-untyped-def]  # numba infers the types
+def _score_one(query, state, keys, key):  # type: ignore[no-untyped-def]  # numba infers the types
+    # query[state] · keys[key]
     total = np.float32(0.0)
-    for d in range(query.shape[2]):
-        total += query[token, head, d] * kv[block, 0, kv_head, offset, d]
+    for d in range(query.shape[1]):
+        total += query[state, d] * keys[key, d]
     return total
+
+
+@numba.njit(nogil=True, fastmath={"contract", "nsz", "reassoc"})
+def _score_four(query, state, keys, key, scores, column):  # type: ignore[no-untyped-def]  # numba infers the types
+    # scores[state : state + 4, column : column + 2] = query · keys[key : key + 2]
+    a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0.0)
+    for d in range(query.shape[1]):
+        a, b = keys[key, d], keys[key + 1, d]
+        q0, q1, q2, q3 = query[state, d], query[state + 1, d], query[state + 2, d], query[state + 3, d]
+        a0 += q0 * a
+        a1 += q1 * a
+        a2 += q2 * a
+        a3 += q3 * a
+        b0 += q0 * b
+        b1 += q1 * b
+        b2 += q2 * b
+        b3 += q3 * b
+    scores[state, column], scores[state, column + 1] = a0, b0
+    scores[state + 1, column], scores[state + 1, column + 1] = a1, b1
+    scores[state + 2, column], scores[state + 2, column + 1] = a2, b2
+    scores[state + 3, column], scores[state + 3, column + 1] = a3, b3
+
+
+@numba.njit(nogil=True, fastmath={"contract", "nsz"})
+def _add_to_two(sums, state, weights, column, values, key):  # type: ignore[no-untyped-def]  # numba infers the types
+    # sums[state : state + 2] += weights[:, column : column + 4] · values[key : key + 4], key by key.
+    w0, w1, w2, w3 = weights[state, column : column + 4]
+    u0, u1, u2, u3 = weights[state + 1, column : column + 4]
+    for d in range(sums.shape[1]):
+        v0, v1, v2, v3 = values[key, d], values[key + 1, d], values[key + 2, d], values[key + 3, d]
+        sums[state, d] = (((sums[state, d] + w0 * v0) + w1 * v1) + w2 * v2) + w3 * v3
+        sums[state + 1, d] = (((sums[state + 1, d] + u0 * v0) + u1 * v1) + u2 * v2) + u3 * v3
+
+
+@numba.njit(nogil=True, fastmath={"contract", "nsz"})
+def _add_key(sums, state, weights, column, values, key):  # type: ignore[no-untyped-def]  # numba infers the types
+    # The same for one state and one key.
+    w = weights[state, column]
+    for d in range(sums.shape[1]):
+        sums[state, d] += w * values[key, d]
+
+
+@numba.njit(nogil=True, fastmath={"contract", "nsz"})
+def _add_values(sums, weights, column, values, key, count):  # type: ignore[no-untyped-def]  # numba infers the types
+    # sums [S, D] += weights[:, column : column + count] · values[key : key + count], key by key for each state.
+    num_paired = sums.shape[0] // 2 * 2
+    num_grouped = count // 4 * 4 if num_paired else 0
+    for place in range(0, num_grouped, 4):
+        for state in range(0, num_paired, 2):
+            _add_to_two(sums, state, weights, column + place, values, key + place)
+    for state in range(sums.shape[0]):
+        for place in range(num_grouped if state < num_paired else 0, count):
+            _add_key(sums, state, weights, column + place, values, key + place)
+
+
+@numba.njit(nogil=True, fastmath={"contract", "nsz"})
+def _weigh(scores, low, high, scale, largest, weight_sums, sums, state):  # type: ignore[no-untyped-def]  # numba infers the types
+    # Online softmax: turns the visible scores of a state's tile into weights, the others into 0, and rescales its sums.
+    row = scores[state]
+    peak = largest[state]
+    for column in range(low, high):
+        row[column] *= scale
+        peak = max(peak, row[column])
+    decay = exp32(largest[state] - peak)
+    largest[state] = peak
+    total = weight_sums[state] * decay
+    for column in range(low, high):
+        row[column] = exp32(row[column] - peak)
+    for column in range(low, high):
+        total += row[column]
+    weight_sums[state] = total
+    row[:low] = np.float32(0.0)
+    row[high:] = np.float32(0.0)
+    for d in range(sums.shape[1]):
+        sums[state, d] *= decay
+
+
+@numba.njit(nogil=True, fastmath={"contract", "nsz"})
+def _load(held, scales, low, high, rows):  # type: ignore[no-untyped-def]  # numba infers the types
+    # rows[low % RUN : ...] = the keys or values at the offsets low ... high - 1 of a block, as fp32.
+    for offset in range(low, high):
+        place = offset % RUN
+        if scales is None:
+            for d in range(rows.shape[1]):
+                rows[place, d] = held[offset, d]
+        else:
+            for d in range(rows.shape[1]):
+                rows[place, d] = np.float32(held[offset, d]) * scales[offset]
+
+
+@numba.njit(nogil=True, fastmath={"contract", "nsz"})
+def _add_scores(own, keys, key, count, has_few_lanes, scores, column):  # type: ignore[no-untyped-def]  # numba infers the types
+    # scores[:, column : column + count] = own · keys[key : key + count]. Pairs begin at even rows; what is no key of
+    # this range may hold anything, its score is not used.
+    if has_few_lanes:
+        for state in range(own.shape[0]):
+            for place in range(count):
+                scores[state, column + place] = _score_one(own, state, keys, key + place)
+    else:
+        for state in range(0, own.shape[0], 4):
+            for place in range(-(key % 2), count, 2):
+                _score_four(own, state, keys, key + place, scores, column + place)
 
 
 @numba.njit(nogil=True, parallel=True, cache=True, fastmath={"contract", "nsz"})
 def _attend(query, kv, scales, table, positions, item_rows, item_starts, item_ends, window, scale, out):  # type: ignore[no-untyped-def]  # numba infers the types
     # kv [N, 2, Hkv, B, row]; scales [N, 2, Hkv, B] of an int8 kv, None otherwise: numba compiles one kernel for each.
     num_kv_heads, block_size, size = kv.shape[2], kv.shape[3], query.shape[2]
-    heads_per_kv = query.shape[1] // num_kv_heads
+    lanes = query.shape[1] // num_kv_heads
+    has_few_lanes = lanes <= FEW_LANES
     for work in numba.prange(item_rows.shape[0] * num_kv_heads):
         item = work // num_kv_heads
         kv_head = work - item * num_kv_heads
         row, start, end = item_rows[item], item_starts[item], item_ends[item]
-        num_states = (end - start) * heads_per_kv
-        sums = np.zeros((num_states, size), np.float32)
-        largest = np.full(num_states, np.float32(-1e30), np.float32)
-        weight_sums = np.zeros(num_states, np.float32)
-        weights = np.empty(TILE, np.float32)
-        first_visible = max(0, positions[start] - window + 1) if window > 0 else 0
-        for tile in range(first_visible // TILE, positions[end - 1] // TILE + 1):
+        num_states = (end - start) * lanes
+        padded = num_states if has_few_lanes else (num_states + 3) // 4 * 4
+        own = np.zeros((padded, size), np.float32)
+        for state in range(num_states):
+            own[state] = query[start + state // lanes, kv_head * lanes + state % lanes]
+        sums = np.zeros((padded, size), np.float32)
+        largest = np.full(padded, np.float32(-1e30), np.float32)
+        weight_sums = np.zeros(padded, np.float32)
+        scores = np.zeros((padded, TILE), np.float32)
+        rows = np.zeros((RUN, size), np.float32)
+        is_buffered = scales is not None or padded > FEW_STATES
+        # What no state of the item sees may never have been written: it is not read.
+        first_seen = max(0, positions[start] - window + 1) if window > 0 else 0
+        end_seen = positions[end - 1] + 1
+        for tile in range(first_seen // TILE, (end_seen - 1) // TILE + 1):
             base = tile * TILE
-            for token in range(start, end):
-                position = positions[token]
-                low = max(base, position - window + 1) if window > 0 else base
-                high = min(base + TILE, position + 1)
-                if low >= high:
-                    continue
-                for lane in range(heads_per_kv):
-                    head = kv_head * heads_per_kv + lane
-                    state = (token - start) * heads_per_kv + lane
-                    peak = largest[state]
-                    for run in range(base, base + TILE, RUN):
-                        run_low, run_high = max(low, run), min(high, run + RUN)
-                        if run_low < run_high:
-                            block = table[row, run // block_size]
-                            shift = run // block_size * block_size
-                            for key in range(run_low, run_high):
-                                score = _dot(query, token, head, kv, block, kv_head, key - shift) * scale
-                                if scales is not None:
-                                    score *= scales[block, 0, kv_head, key - shift]
-                                weights[key - base] = score
-                                peak = max(peak, score)
-                    decay = exp32(largest[state] - peak)
-                    largest[state] = peak
-                    for key in range(low - base, high - base):
-                        weights[key] = exp32(weights[key] - peak)
-                    total = weight_sums[state] * decay
-                    for key in range(low - base, high - base):
-                        total += weights[key]
-                    weight_sums[state] = total
-                    for d in range(size):
-                        sums[state, d] *= decay
-                    for run in range(base, base + TILE, RUN):
-                        run_low, run_high = max(low, run), min(high, run + RUN)
-                        if run_low < run_high:
-                            block = table[row, run // block_size]
-                            shift = run // block_size * block_size
-                            for key in range(run_low, run_high):
-                                weight = weights[key - base]
-                                if scales is not None:
-                                    weight *= scales[block, 1, kv_head, key - shift]
-                                for d in range(size):
-                                    sums[state, d] += weight * kv[block, 1, kv_head, key - shift, d]
-        for token in range(start, end):
-            for lane in range(heads_per_kv):
-                state = (token - start) * heads_per_kv + lane
-                head = kv_head * heads_per_kv + lane
-                inverse = np.float32(1.0) / weight_sums[state]
-                for d in range(size):
-                    out[token, head, d] = sums[state, d] * inverse
+            for run in range(base, base + TILE, RUN):
+                low, high = max(run, first_seen), min(run + RUN, end_seen)
+                if low < high:
+                    block, offset = table[row, run // block_size], run % block_size
+                    keys = kv[block, 0, kv_head]
+                    if is_buffered:
+                        key_scales = None if scales is None else scales[block, 0, kv_head]
+                        _load(keys, key_scales, low - run + offset, high - run + offset, rows)
+                        _add_scores(own, rows, low - run, high - low, has_few_lanes, scores, low - base)
+                    else:
+                        _add_scores(own, keys, low - run + offset, high - low, has_few_lanes, scores, low - base)
+            for state in range(num_states):
+                position = positions[start + state // lanes]
+                low = max(base, position - window + 1) - base if window > 0 else 0
+                high = max(low, min(base + TILE, position + 1) - base)
+                _weigh(scores, low, high, scale, largest, weight_sums, sums, state)
+            for run in range(base, base + TILE, RUN):
+                low, high = max(run, first_seen), min(run + RUN, end_seen)
+                if low < high:
+                    block, offset = table[row, run // block_size], run % block_size
+                    values = kv[block, 1, kv_head]
+                    if is_buffered:
+                        value_scales = None if scales is None else scales[block, 1, kv_head]
+                        _load(values, value_scales, low - run + offset, high - run + offset, rows)
+                        _add_values(sums, scores, low - base, rows, low - run, high - low)
+                    else:
+                        _add_values(sums, scores, low - base, values, low - run + offset, high - low)
+        for state in range(num_states):
+            inverse = np.float32(1.0) / weight_sums[state]
+            target = out[start + state // lanes, kv_head * lanes + state % lanes]
+            for d in range(size):
+                target[d] = sums[state, d] * inverse
 
 
 class NumbaAttention:

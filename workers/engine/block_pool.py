@@ -141,6 +141,10 @@ class BlockPool:
         with self._lock:
             return self._log.since(first_no, self._caches)
 
+    def num_sole(self, group: int, blocks: Sequence[int]) -> int:
+        """Return how many of `blocks` have one reference."""
+        return int((self._groups[group].references[np.array(blocks, np.intp)] == 1).sum())
+
     def pin(self, group: int, blocks: Int32) -> None:
         """Add a reference to distinct blocks in use: their bytes are being read. `unpin` drops it."""
         with self._lock:

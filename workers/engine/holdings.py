@@ -164,6 +164,10 @@ class Holdings:
         """Return the blocks that a sequence holds in a group, shared ones included."""
         return len(sequence.blocks[group]) - sequence.first_blocks[group]
 
+    def num_sole(self, group: int, sequence: Sequence) -> int:
+        """Return the blocks that a sequence would give back: those that nobody else holds."""
+        return self._pool.num_sole(group, sequence.blocks[group][sequence.first_blocks[group] :])
+
     def num_wasted_slots(self, group: int, sequence: Sequence) -> int:
         """Return the slots of a sequence's blocks that hold no token, or one that its window has left."""
         end = len(sequence.blocks[group]) * self._block_size

@@ -12,18 +12,19 @@ youngest, or fail by their own deadlines).
 """
 
 from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 
 from pdserve.cluster.base.clock import Clock
+from pdserve.cluster.base.config import VictimKind
 from pdserve.cluster.base.errors import InvalidRequestError, OverloadedError
 from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.kv_layout import KVLayout
 from pdserve.cluster.base.prefix_hash import PrefixHash, PrefixIdentity, extend_chain
 from pdserve.cluster.base.request import FinishReason, Request, TokenDelta, TokenLogprobs
+from pdserve.workers.engine.admission import Admission
 from pdserve.workers.engine.block_pool import NO_BLOCK, BlockLists, BlockPool
 from pdserve.workers.engine.holdings import CopyBlock, Holdings, SecondLevel
 from pdserve.workers.engine.logit_rules import LogitRules, has_rules
@@ -35,21 +36,11 @@ from pdserve.workers.engine.row_tables import RowTables
 from pdserve.workers.engine.sequence import Sequence, SequenceState, blocks_for, worst_case_tokens
 from pdserve.workers.engine.step_model import StepShape
 from pdserve.workers.engine.strategies import FirstCome, Strategy
+from pdserve.workers.engine.wait_queue import WaitQueue, arrival_no
 
 Key = tuple[RequestId, int]
 
 
-class VictimPolicy(StrEnum):
-    """Whom to put back for want of blocks, among those behind the one that needs them."""
-
-    LATEST = "latest"
-    """The last of the running batch: under fcfs the youngest."""
-    LARGEST = "largest"
-    """The one with the most blocks: the fewest are put back."""
-
-
-MOST_SCORED = 64
-"""Tokens of a prompt that are scored in one step: each costs a row of logits."""
 MOST_PASSED = 8
 """Requests that do not fit and may be passed in one step."""
 
@@ -68,7 +59,7 @@ class SchedulerSettings:
     max_waiting_tokens: int = 1 << 30
     skip_age_s: float = 1.0
     """A request that does not fit may be passed by others for this long."""
-    victim: VictimPolicy = VictimPolicy.LATEST
+    victim: VictimKind = VictimKind.LATEST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +111,8 @@ class Scheduler:
         self._identity = identity
         self._firsts = FirstBlocks(layout)
         self._clock = clock
-        # In order of arrival; a request that joins with its KV arrives when it joins.
-        self._waiting: list[Sequence] = []
+        # A request that joins with its KV arrives when it joins.
+        self._waiting = WaitQueue(settings.skip_age_s)
         # In the order of the strategy: the last ones are put back first.
         self._running: list[Sequence] = []
         self._sequences: dict[Key, Sequence] = {}
@@ -143,10 +134,10 @@ class Scheduler:
             host=host,
             is_load_worth=is_load_worth,
         )
+        self._admission = Admission(pool, self._tables, self._holdings, self._running)
         self.reservations = Reservations(pool, self._tables, self._firsts, settings.block_size)
         self._num_arrivals = 0
         self._queue_times: list[float] = []
-        self._num_waiting_tokens = 0
         self.num_preemptions = 0
         self.num_prefilled_tokens = 0
         self.num_sampled_tokens = 0
@@ -205,9 +196,9 @@ class Scheduler:
         if num_queued >= self._settings.max_waiting:
             raise OverloadedError(f"{num_queued} requests are waiting, the most allowed")
         num_tokens = len(request.prompt_token_ids) + len(request.resume_token_ids)
-        if self._waiting and self._num_waiting_tokens + num_tokens > self._settings.max_waiting_tokens:
-            raise OverloadedError(f"requests of {self._num_waiting_tokens} tokens wait; no room for {num_tokens} more")
-        self._wait(self._arrive(request, is_prefill_only=is_prefill_only))
+        if self._waiting and self._waiting.num_tokens + num_tokens > self._settings.max_waiting_tokens:
+            raise OverloadedError(f"requests of {self._waiting.num_tokens} tokens wait; no room for {num_tokens} more")
+        self._waiting.add(self._arrive(request, is_prefill_only=is_prefill_only))
 
     def join(self, request: Request, reservation: Reservation, num_computed_tokens: int) -> None:
         """Take a request in whose first `num_computed_tokens` have their KV in the reservation's blocks.
@@ -219,6 +210,7 @@ class Scheduler:
         assert not (num_computed_tokens and sequence.num_unscored_tokens), "a skipped token is never scored"
         self.reservations.joined(reservation)
         assert reservation.is_bound, "its blocks are only promised"
+        sequence.slot = reservation.row
         sequence.blocks = reservation.blocks
         sequence.num_computed_tokens = num_computed_tokens
         self.num_queued_prompt_tokens -= num_computed_tokens
@@ -228,7 +220,7 @@ class Scheduler:
         for group, blocks in enumerate(sequence.blocks):
             self._tables.extend(group, reservation.row, 0, blocks)
         self._holdings.publish_arrived(sequence)
-        self._run(sequence, reservation.row)
+        self._run(sequence)
         if request.resume_token_ids:
             # Its first token was sampled where its prompt was computed.
             self._fork(sequence)
@@ -247,11 +239,11 @@ class Scheduler:
                 if self._holdings.share(sequence, child):
                     self.num_queued_prompt_tokens -= child.num_computed_tokens
                     self._strategy.admitted(child, 0)
-                    self._run(child, row)
+                    self._run(child)
                     continue
                 child.slot = None
                 self._tables.return_row(row)
-            self._wait(child)
+            self._waiting.add(child)
 
     def _refuse_copy(self, request: Request) -> None:
         key = (request.request_id, request.attempt)
@@ -288,7 +280,7 @@ class Scheduler:
         if sequence is None:
             return False
         if sequence.state is SequenceState.WAITING:
-            self._leave_queue(sequence)
+            self._waiting.remove(sequence)
         self._finish(sequence)
         return True
 
@@ -326,9 +318,10 @@ class Scheduler:
         """
         candidates = [item for item in self._running if item.num_remaining_tokens > 1]
         if self._waiting and (self._tables.has_free_row or self._strategy.displaces):
-            candidates = sorted([*candidates, *self._waiting], key=_arrival_no)
+            candidates = sorted([*candidates, *self._waiting], key=arrival_no)
         num_passed = 0
         is_closed = False
+        self._admission.forget()
         for sequence in self._strategy.order(candidates):
             if budget <= 0:
                 return
@@ -344,12 +337,8 @@ class Scheduler:
 
     def _may_pass(self, sequence: Sequence) -> bool:
         """True if others may be admitted before a sequence that does not fit."""
-        if not self._strategy.allows_skips or not self._tables.has_free_row:
-            return False
-        now = self._clock.now()
-        if sequence.blocked_time is None:
-            sequence.blocked_time = now
-        return now - sequence.blocked_time < self._settings.skip_age_s
+        can_others = self._strategy.allows_skips and self._tables.has_free_row
+        return can_others and self._waiting.may_pass(sequence, self._clock.now())
 
     def decoding_shape(self) -> StepShape:
         """Return the shape of a step with the running decodes alone."""
@@ -414,8 +403,9 @@ class Scheduler:
 
     def _plan_running(self, sequence: Sequence, budget: int) -> int:
         """Plan a running sequence's next tokens, putting others back for blocks; return the budget's change."""
-        num_scheduled = self._chunk_of(sequence, budget)
+        num_scheduled = sequence.next_chunk(budget)
         returned = 0
+        self._admission.forget()
         while not self._holdings.bind(sequence, num_scheduled):
             victim = self._victim_of(sequence)
             if victim is None:
@@ -425,21 +415,15 @@ class Scheduler:
         self._planned[sequence] = num_scheduled
         return returned - num_scheduled
 
-    def _chunk_of(self, sequence: Sequence, budget: int) -> int:
-        """Return how many tokens of a sequence the step may take."""
-        if sequence.num_unscored_tokens:
-            return min(sequence.num_remaining_tokens, budget, MOST_SCORED)
-        return min(sequence.num_remaining_tokens, budget)
-
     def _victim_of(self, sequence: Sequence) -> Sequence | None:
         """Return whom to put back for a running sequence: one behind it in the running batch."""
         place = self._running.index(sequence)
         behind = self._running[place + 1 :]
         if not behind:
             return None
-        if self._settings.victim is VictimPolicy.LATEST:
+        if self._settings.victim is VictimKind.LATEST:
             return behind[-1]
-        return max(behind, key=lambda item: (self._holdings.num_held(0, item), self._strategy.rank(item)))
+        return max(behind, key=lambda item: (self._holdings.num_sole(0, item), self._strategy.rank(item)))
 
     def _admit(self, sequence: Sequence, budget: int) -> int:
         """Run a waiting sequence if it fits; return the change of the budget, 0 if it does not fit now."""
@@ -451,16 +435,8 @@ class Scheduler:
 
     def _try_admit(self, sequence: Sequence, budget: int) -> int:
         """Run a waiting sequence if it fits; return the tokens planned, 0 if it does not fit now."""
-        row = self._tables.take_row()
-        if row is None:
-            return 0
-        sequence.slot = row
-        self._holdings.take_prefix(sequence)
-        num_scheduled = self._chunk_of(sequence, budget)
-        if not (self._has_room(sequence) and self._holdings.bind(sequence, num_scheduled)):
-            self._holdings.give_back(sequence)
-            self._tables.return_row(row)
-            sequence.slot = None
+        num_scheduled = self._admission.take(sequence, budget)
+        if not num_scheduled:
             return 0
         num_hit_tokens = sequence.num_computed_tokens
         self.num_queued_prompt_tokens -= num_hit_tokens
@@ -468,35 +444,20 @@ class Scheduler:
             sequence.num_cached_tokens = self._count_hit(sequence, num_hit_tokens)
         else:
             self.num_recomputed_tokens += max(0, sequence.num_lost_tokens - num_hit_tokens)
-        self._leave_queue(sequence)
-        self._run(sequence, row)
+        self._waiting.remove(sequence)
+        self._run(sequence)
         self._planned[sequence] = num_scheduled
         return num_scheduled
 
     def _displace_for(self, sequence: Sequence) -> int | None:
         """Put back the fewest whom a sequence outranks; return the budget won, None if it would not do."""
         lower = [item for item in self._running if self._strategy.outranks(sequence, item)]
-        if not lower or not self._has_room(sequence, lower):
+        if not lower or not self._admission.fits_without(sequence, lower):
             return None
         returned = self._preempt(lower.pop())
-        while lower and not (self._tables.has_free_row and self._has_room(sequence)):
+        while lower and not (self._tables.has_free_row and self._admission.fits_without(sequence, ())):
             returned += self._preempt(lower.pop())
         return returned
-
-    def _has_room(self, sequence: Sequence, without: Iterable[Sequence] = ()) -> bool:
-        """True if what is known of a sequence fits beside what running prefills still need, if some were put back."""
-        gone = set(without)
-        for group in range(self._pool.num_groups):
-            needed = self._holdings.missing_at_most(group, sequence, sequence.num_tokens + 1)
-            owed = sum(
-                self._holdings.missing_at_most(group, item, item.num_tokens)
-                for item in self._running
-                if item.num_remaining_tokens > 1 and item not in gone
-            )
-            won = sum(self._holdings.num_held(group, item) for item in gone)
-            if needed + owed > self._pool.num_available(group) + won:
-                return False
-        return True
 
     def _count_hit(self, sequence: Sequence, num_hit_tokens: int) -> int:
         """Count a first admission; return the prompt tokens that were cached."""
@@ -520,9 +481,10 @@ class Scheduler:
         """Return how many leading tokens the prefix cache holds. From any thread."""
         return self._pool.find_prefix(names, self._firsts) * self._settings.block_size
 
-    def _run(self, sequence: Sequence, row: int) -> None:
-        sequence.slot = row
-        self._tables.fill_row(row, sequence.request)
+    def _run(self, sequence: Sequence) -> None:
+        """Take a sequence that has its slot and blocks into the running batch."""
+        assert sequence.slot is not None
+        self._tables.fill_row(sequence.slot, sequence.request)
         sequence.state = SequenceState.RUNNING
         if sequence.admitted_time is None:
             sequence.admitted_time = self._clock.now()
@@ -533,19 +495,9 @@ class Scheduler:
         """Put a running sequence back; return the budget that its planned tokens had taken."""
         sequence.num_lost_tokens = sequence.num_computed_tokens
         self._release(sequence)
-        sequence.state = SequenceState.WAITING
-        sequence.blocked_time = None
-        self._wait(sequence)
+        self._waiting.add(sequence)
         self.num_preemptions += 1
         return self._planned.pop(sequence, 0)
-
-    def _wait(self, sequence: Sequence) -> None:
-        insort(self._waiting, sequence, key=_arrival_no)
-        self._num_waiting_tokens += sequence.num_tokens
-
-    def _leave_queue(self, sequence: Sequence) -> None:
-        self._waiting.remove(sequence)
-        self._num_waiting_tokens -= sequence.num_tokens
 
     def _finish(self, sequence: Sequence) -> None:
         if sequence.state is SequenceState.RUNNING:
@@ -563,6 +515,7 @@ class Scheduler:
         self._holdings.give_back(sequence)
         self._tables.return_row(sequence.slot)
         sequence.slot = None
+        self._admission.forget()
 
     def planned_prefills(self) -> list[PlannedPrefill]:
         """Return the prefill-only sequences of the present plan."""
@@ -599,11 +552,9 @@ class Scheduler:
             counts = np.bincount(np.array(held, np.intp), minlength=self._pool.num_blocks[group])
             counts += self._pool.pins(group)
             assert (counts == self._pool.references(group)).all(), f"group {group}: references do not add up"
-        for queue, key in ((self._running, self._strategy.rank), (self._waiting, _arrival_no)):
-            places = [key(sequence) for sequence in queue]
-            assert places == sorted(places), "an order is lost"
-        waiting = sum(sequence.num_tokens for sequence in self._waiting)
-        assert waiting == self._num_waiting_tokens, f"{waiting} tokens wait, counted {self._num_waiting_tokens}"
+        places = [self._strategy.rank(sequence) for sequence in self._running]
+        assert places == sorted(places), "the order of the running batch is lost"
+        self._waiting.validate()
         assert len(self._running) + len(self._waiting) == len(self._sequences), "a sequence is lost"
         queued = sum(sequence.num_remaining_tokens for sequence in self._sequences.values())
         assert queued == self.num_queued_prompt_tokens, (
@@ -614,12 +565,4 @@ class Scheduler:
             assert sequence.slot is not None
             assert 0 <= sequence.num_computed_tokens <= sequence.num_tokens <= len(sequence.tokens)
             self._holdings.validate(sequence)
-        for sequence in self._waiting:
-            assert sequence.state is SequenceState.WAITING
-            assert sequence.slot is None
-            assert not any(sequence.blocks), "a waiting sequence holds blocks"
         self._tables.validate(num_taken=len(self._running) + len(self.reservations))
-
-
-def _arrival_no(sequence: Sequence) -> int:
-    return sequence.arrival_no

@@ -18,6 +18,9 @@ from pdserve.cluster.base.prefix_hash import PrefixHash, extend_chain
 from pdserve.cluster.base.request import Request, TokenLogprobs, forks_of
 from pdserve.workers.engine.logit_rules import LogitRules
 
+MOST_SCORED = 64
+"""Tokens of a prompt that are scored in one step: each costs a row of logits."""
+
 
 class SequenceState(StrEnum):
     """Where a sequence is."""
@@ -111,6 +114,12 @@ class Sequence:
         if self.request.sampling.num_prompt_logprobs is None or self.num_resume_tokens:
             return 0
         return self.num_prompt_tokens - 1 - len(self.prompt_logprobs)
+
+    def next_chunk(self, budget: int) -> int:
+        """Return how many tokens a step of `budget` takes of it."""
+        if self.num_unscored_tokens:
+            return min(self.num_remaining_tokens, budget, MOST_SCORED)
+        return min(self.num_remaining_tokens, budget)
 
     def names(self, num_tokens: int, block_size: int) -> list[PrefixHash]:
         """Return the names of the whole blocks of the first `num_tokens`."""

@@ -4,15 +4,16 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdserve.cluster.base.clock import ManualClock
+from pdserve.cluster.base.config import VictimKind
 from pdserve.cluster.base.errors import InvalidRequestError, OverloadedError
 from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.request import FinishReason, Request, forks_of
-from pdserve.workers.engine.scheduler import VictimPolicy
 from pdserve.workers.engine.strategies import Fair, FirstCome, Priority, ShortestPrefill, Strategy
 from pdserve.workers.model.digest import DigestModel
 from support.engines import make_digest_engine, make_request, prompts_of, run
@@ -33,7 +34,7 @@ def workloads(draw: st.DrawFn) -> tuple[list[Request], Limits]:
     num_blocks = draw(st.integers(3, 14))
     limits: Limits = {
         "strategy": draw(st.sampled_from(STRATEGIES))(),
-        "victim": draw(st.sampled_from(list(VictimPolicy))),
+        "victim": draw(st.sampled_from(list(VictimKind))),
         "skip_age_s": draw(st.sampled_from((0.0, 1.0, 1e9))),
         "has_prefix_cache": draw(st.booleans()),
         "host_blocks": draw(st.sampled_from((0, 2, 50))),
@@ -237,3 +238,31 @@ def test_a_batch_of_ordinary_prompts_wastes_less_than_four_percent_of_its_blocks
         use = engine.scheduler.slot_use(0)
         held, wasted = held + use.num_held, wasted + use.num_wasted
     assert 0 < wasted < 0.04 * held
+
+
+def test_blocks_that_a_transfer_still_reads_cost_a_few_preemptions_and_no_cycle() -> None:
+    # known_faults B041: what is put back gives nothing while its blocks are pinned.
+    engine = make_digest_engine(MODEL, num_blocks=34, max_running=9, has_prefix_cache=False)
+    requests = [make_request(str(n), prompts_of([50], seed=n)[0], max_tokens=40) for n in range(8)]
+    for request in requests:
+        engine.scheduler.add(request)
+    texts: dict[str, list[int]] = {str(n): [] for n in range(9)}
+    while engine.scheduler.num_waiting:
+        for delta in engine.step():
+            texts[delta.request_id] += delta.token_ids
+    pinned = [np.flatnonzero(engine.pool.references(group)).astype(np.int32) for group in range(2)]
+    for group, blocks in enumerate(pinned):
+        engine.pool.pin(group, blocks)
+    requests.append(make_request("8", prompts_of([50], seed=8)[0], max_tokens=40))
+    engine.scheduler.add(requests[-1])
+    for _ in range(200):
+        for delta in engine.step():
+            texts[delta.request_id] += delta.token_ids
+    assert 0 < engine.scheduler.num_preemptions <= 8
+    for group, blocks in enumerate(pinned):
+        engine.pool.unpin(group, blocks)
+    while engine.scheduler.has_work:
+        for delta in engine.step():
+            texts[delta.request_id] += delta.token_ids
+    assert texts == {request.request_id: MODEL.generate(request) for request in requests}
+    assert engine.pool.is_all_free

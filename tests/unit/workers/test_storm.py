@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from pdserve.cluster.base.clock import ManualClock
+from pdserve.cluster.base.config import VictimKind
 from pdserve.cluster.base.errors import InvalidRequestError
 from pdserve.cluster.base.request import Request, forks_of
 from pdserve.workers.engine.block_pool import NO_BLOCK
 from pdserve.workers.engine.engine import Engine
 from pdserve.workers.engine.reservation import Reservation
-from pdserve.workers.engine.scheduler import SchedulerSettings, VictimPolicy
+from pdserve.workers.engine.scheduler import SchedulerSettings
 from pdserve.workers.engine.strategies import Fair, FirstCome, Priority, ShortestPrefill
 from pdserve.workers.kv.host_tier import HostTier
 from pdserve.workers.model.digest import DigestModel, DigestRunner
@@ -52,7 +53,7 @@ class Storm(RuleBasedStateMachine):
                 "max_batch_tokens": st.sampled_from((3, 20, 60, 200)),
                 "has_prefix_cache": st.sampled_from((True, True, True, False)),
                 "skip_age_s": st.sampled_from((0.0, 1.0)),
-                "victim": st.sampled_from(list(VictimPolicy)),
+                "victim": st.sampled_from(list(VictimKind)),
             }
         ),
     )
