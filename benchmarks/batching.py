@@ -20,7 +20,8 @@ from pathlib import Path
 
 from pdserve.benchmarks.environment import describe_environment
 from pdserve.cluster.base.clock import SystemClock
-from pdserve.cluster.base.config import EngineConfig, cache_dir
+from pdserve.cluster.base.config import EngineConfig
+from pdserve.cluster.base.environment import cache_dir
 from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.request import Request, SamplingParams
 from pdserve.workers.assembly import assemble_engine

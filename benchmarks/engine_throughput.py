@@ -20,7 +20,8 @@ import torch
 
 from pdserve.benchmarks.contenders import Contender, PdserveContender, TransformersContender, VllmContender
 from pdserve.benchmarks.environment import describe_environment
-from pdserve.cluster.base.config import LinearKind, cache_dir
+from pdserve.cluster.base.config import LinearKind
+from pdserve.cluster.base.environment import cache_dir
 from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.workers.model.families import read_spec
 from pdserve.workers.model.source import prepare_model

@@ -38,7 +38,8 @@ from numpy.typing import NDArray
 from pdserve.benchmarks.environment import describe_environment
 from pdserve.benchmarks.local_cluster import LocalCluster, WorkerPlan, running_cluster
 from pdserve.cluster.base.clock import SystemClock
-from pdserve.cluster.base.config import EngineConfig, TransferConfig, TransportKind, cache_dir
+from pdserve.cluster.base.config import EngineConfig, TransferConfig, TransportKind
+from pdserve.cluster.base.environment import cache_dir
 from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.kv_layout import GroupLayout, KVDtype, KVLayout
 from pdserve.cluster.base.request import Request, SamplingParams

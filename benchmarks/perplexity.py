@@ -18,7 +18,8 @@ from transformers import AutoTokenizer
 from pdserve.benchmarks.environment import describe_environment
 from pdserve.benchmarks.sample_text import TEXT
 from pdserve.cluster.base.clock import SystemClock
-from pdserve.cluster.base.config import EngineConfig, LinearKind, cache_dir
+from pdserve.cluster.base.config import EngineConfig, LinearKind
+from pdserve.cluster.base.environment import cache_dir
 from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.cluster.base.request import Request, SamplingParams

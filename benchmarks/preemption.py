@@ -19,7 +19,8 @@ from pathlib import Path
 
 from pdserve.benchmarks.environment import describe_environment
 from pdserve.cluster.base.clock import SystemClock
-from pdserve.cluster.base.config import EngineConfig, cache_dir
+from pdserve.cluster.base.config import EngineConfig
+from pdserve.cluster.base.environment import cache_dir
 from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.request import Request, SamplingParams
 from pdserve.workers.assembly import AssembledEngine, assemble_engine
@@ -83,7 +84,7 @@ def make_engine(assembled: AssembledEngine, num_blocks: int, way: Way) -> Engine
         max_model_len=num_blocks * BLOCK_SIZE,
         has_prefix_cache=way.has_prefix_cache,
     )
-    host = HostTier(store, [num_blocks * 8] * len(counts)) if way.has_host_tier else None
+    host = HostTier(store, [num_blocks * 8] * len(counts), SystemClock()) if way.has_host_tier else None
     engine = Engine(settings, runner, layout=layout, num_blocks=counts, clock=SystemClock(), host=host)
     engine.times = assembled.engine.times
     return engine

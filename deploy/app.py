@@ -13,7 +13,8 @@ import psutil
 import ray
 from ray import serve
 
-from pdserve.cluster.base.config import DeploymentConfig, cache_dir, state_dir
+from pdserve.cluster.base.config import DeploymentConfig
+from pdserve.cluster.base.environment import cache_dir, state_dir
 from pdserve.cluster.base.errors import ConfigError, RetryableError
 from pdserve.cluster.base.wire import ChannelSettings
 from pdserve.cluster.base.worker_info import Role, WorkerDeath, WorkerState

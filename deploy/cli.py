@@ -19,16 +19,8 @@ import typer
 from pydantic import TypeAdapter
 from rich.console import Console
 
-from pdserve.cluster.base.config import (
-    DeploymentConfig,
-    authenticate_to_ray,
-    cache_dir,
-    field_default,
-    field_help,
-    load_config,
-    state_dir,
-    to_yaml,
-)
+from pdserve.cluster.base.config import DeploymentConfig, field_default, field_help, load_config, to_yaml
+from pdserve.cluster.base.environment import authenticate_to_ray, cache_dir, state_dir
 from pdserve.cluster.base.errors import ClientError, ConfigError, PdserveError, RetryableError
 from pdserve.cluster.base.version import VERSION
 from pdserve.cluster.base.worker_info import ClusterStatus

@@ -7,7 +7,7 @@ without it means that the command was killed.
 import subprocess
 import sys
 
-from pdserve.cluster.base.config import authenticate_to_ray, state_dir
+from pdserve.cluster.base.environment import authenticate_to_ray, state_dir
 from pdserve.deploy.records import RecordStore
 
 RELEASE = b"released\n"

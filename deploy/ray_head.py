@@ -23,7 +23,8 @@ from pathlib import Path
 
 import psutil
 
-from pdserve.cluster.base.config import DeploymentConfig, child_environment, ray_authentication
+from pdserve.cluster.base.config import DeploymentConfig
+from pdserve.cluster.base.environment import child_environment, ray_authentication
 from pdserve.cluster.base.errors import ConfigError, RetryableError
 
 logger = logging.getLogger(__name__)

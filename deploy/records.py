@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pdserve.cluster.base.config import state_dir
+from pdserve.cluster.base.environment import state_dir
 from pdserve.cluster.base.errors import ConfigError
 from pdserve.deploy.ray_head import RayHead
 

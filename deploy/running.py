@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import ray
 from ray import serve
 
-from pdserve.cluster.base.config import state_dir
+from pdserve.cluster.base.environment import state_dir
 from pdserve.cluster.base.errors import RetryableError
 from pdserve.cluster.base.messages import Trace
 from pdserve.cluster.base.worker_info import ClusterStatus

@@ -336,10 +336,10 @@ _UNION_TAGS = frozenset({"str", "int", "TextPart"})
 
 KNOWN_FIELDS = frozenset(
     {
-        "audio", "best_of", "echo", "function_call", "functions", "logprobs", "metadata", "modalities",
+        "audio", "best_of", "function_call", "functions", "metadata", "modalities",
         "parallel_tool_calls", "prediction", "prompt_cache_key", "reasoning_effort", "response_format",
-        "safety_identifier", "service_tier", "store", "suffix", "tool_choice", "tools", "top_logprobs",
-        "verbosity", "web_search_options",
+        "safety_identifier", "service_tier", "store", "suffix", "tool_choice", "tools", "verbosity",
+        "web_search_options",
     }
 )  # fmt: skip
 """OpenAI (and common extension) fields that exist elsewhere but not here yet."""

@@ -19,7 +19,7 @@ from pdserve.cluster.base.errors import (
     TokenTimeoutError,
     WorkerLostError,
 )
-from pdserve.cluster.base.ids import IngressId, RequestId, WorkerId
+from pdserve.cluster.base.ids import AttemptKey, IngressId, WorkerId
 from pdserve.cluster.base.messages import Abort, Busy, Generate, Message, NotFound, Reclaim, Tokens
 from pdserve.cluster.base.request import Request, TokenDelta, forks_of
 from pdserve.cluster.base.route import Route
@@ -30,7 +30,6 @@ from pdserve.router.controller_client import ControllerClient
 logger = logging.getLogger(__name__)
 
 RECLAIM_S = 1.0
-Key = tuple[RequestId, int]
 
 
 class UnreachableError(NoWorkerError):
@@ -51,7 +50,7 @@ class RequestStream:
         self._first: TokenDelta | None = None
 
     @property
-    def key(self) -> Key:
+    def key(self) -> AttemptKey:
         """Request id and attempt."""
         return self.request.request_id, self.request.attempt
 
@@ -120,7 +119,7 @@ class WorkerLink:
         self.info = info
         self._on_open = on_open
         self._channel: Channel | None = None
-        self._streams: dict[Key, RequestStream] = {}
+        self._streams: dict[AttemptKey, RequestStream] = {}
         self._loop = asyncio.get_running_loop()
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -200,7 +199,7 @@ class WorkerLink:
             case _:
                 channel.close(f"unexpected {type(message).__name__} from a worker")
 
-    def _fail(self, key: Key, error: PdserveError) -> None:
+    def _fail(self, key: AttemptKey, error: PdserveError) -> None:
         stream = self._streams.get(key)
         if stream is not None:
             for request in (stream.request, *forks_of(stream.request)):

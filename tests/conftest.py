@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.cluster.base.config import LinearKind, cache_dir
+from pdserve.cluster.base.config import LinearKind
+from pdserve.cluster.base.environment import cache_dir
 from pdserve.workers.assembly import AssembledEngine
 from pdserve.workers.model.source import prepare_model
 from support.checkpoints import FAMILIES, save_checkpoint

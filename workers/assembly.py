@@ -258,7 +258,7 @@ def assemble_engine(
     token_s = runner.warm_up()
     host = None
     if memory.host_blocks:
-        host = HostTier(store, memory.host_blocks)
+        host = HostTier(store, memory.host_blocks, clock)
     engine = Engine(
         SchedulerSettings(
             block_size=config.block_size,

@@ -10,10 +10,9 @@ have arrived. So a reclaiming ingress misses nothing and gets nothing twice.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pdserve.cluster.base.ids import RequestId
+from pdserve.cluster.base.ids import AttemptKey
 from pdserve.cluster.base.request import FinishReason, Request, TokenDelta
 
-Key = tuple[RequestId, int]
 ChannelId = int
 
 
@@ -33,7 +32,7 @@ class LiveRequests:
     def __init__(self, *, reclaim_s: float, keep_s: float) -> None:
         self._reclaim_s = reclaim_s
         self._keep_s = keep_s
-        self._live: dict[Key, _Live] = {}
+        self._live: dict[AttemptKey, _Live] = {}
 
     def __len__(self) -> int:
         """Requests that have not ended."""
@@ -47,17 +46,17 @@ class LiveRequests:
         self._live[key] = _Live(channel, next_index=len(request.resume_token_ids))
         return True
 
-    def is_live(self, key: Key) -> bool:
+    def is_live(self, key: AttemptKey) -> bool:
         """True if the request is here and has not ended."""
         live = self._live.get(key)
         return live is not None and live.ending is None
 
-    def channel_of(self, key: Key) -> ChannelId | None:
+    def channel_of(self, key: AttemptKey) -> ChannelId | None:
         """Return where the request's tokens go now; None if nowhere."""
         live = self._live.get(key)
         return None if live is None else live.channel
 
-    def drop(self, key: Key) -> bool:
+    def drop(self, key: AttemptKey) -> bool:
         """Forget a request; False if it was not here, or had ended."""
         live = self._live.pop(key, None)
         return live is not None and live.ending is None
@@ -86,7 +85,7 @@ class LiveRequests:
             live.orphaned_time = now
         return len(orphans)
 
-    def reclaim(self, key: Key, channel: ChannelId, next_index: int) -> list[TokenDelta] | None:
+    def reclaim(self, key: AttemptKey, channel: ChannelId, next_index: int) -> list[TokenDelta] | None:
         """Attach a request to a new channel; return what it has not seen, or None if the request is not here.
 
         What is returned may begin before `next_index`: the receiver cuts off what it knows.
@@ -104,7 +103,7 @@ class LiveRequests:
             if delta.index + len(delta.token_ids) > next_index or delta.finish_reason is not None
         ]
 
-    def reap(self, now: float) -> list[Key]:
+    def reap(self, now: float) -> list[AttemptKey]:
         """Drop the requests that nobody reclaimed in time; return those that run, so that the engine aborts them."""
         overdue = [
             key

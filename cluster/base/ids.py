@@ -9,6 +9,9 @@ IngressId = NewType("IngressId", str)
 Incarnation = NewType("Incarnation", str)
 """64 random bits in hex, drawn at every engine start: two lives of one worker never share it."""
 
+AttemptKey = tuple[RequestId, int]
+"""A request and its attempt: what a worker's tables are keyed by."""
+
 
 def draw_incarnation() -> Incarnation:
     """Return a fresh incarnation."""

@@ -87,7 +87,7 @@ def plain_engine(
         layout=layout,
         num_blocks=counts,
         clock=ManualClock(),
-        host=HostTier(store, [host_blocks] * len(counts)) if host_blocks else None,
+        host=HostTier(store, [host_blocks] * len(counts), ManualClock()) if host_blocks else None,
     )
 
 

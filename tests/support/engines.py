@@ -76,7 +76,7 @@ def make_digest_engine(
         num_blocks=counts,
         clock=clock or ManualClock(),
         strategy=strategy,
-        host=HostTier(runner.store, [host_blocks] * len(counts)) if host_blocks else None,
+        host=HostTier(runner.store, [host_blocks] * len(counts), ManualClock()) if host_blocks else None,
     )
 
 

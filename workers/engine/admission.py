@@ -43,6 +43,7 @@ class Admission:
             self._tables.return_row(row)
             sequence.slot = None
             return 0
+        self._holdings.touch_copies(sequence)
         if sequence.num_remaining_tokens > 1:
             for group in range(self._pool.num_groups):
                 owed[group] += self._still_needed(group, sequence)

@@ -68,11 +68,6 @@ class Holdings:
             return
         names = sequence.names(sequence.num_tokens - 1, self._block_size)
         sequence.blocks = self._pool.acquire_prefix(names, self._firsts)
-        if self._host is not None:
-            for group, blocks in enumerate(sequence.blocks):
-                for name, block in zip(names, blocks, strict=False):
-                    if block != NO_BLOCK:
-                        self._host.save(group, block, name)
         if self._host is not None and len(names) > len(sequence.blocks[0]) and self._is_load_worth():
             self._load_more(sequence.blocks, names, self._host)
         num_blocks = len(sequence.blocks[0])
@@ -82,6 +77,16 @@ class Holdings:
         for group, blocks in enumerate(sequence.blocks):
             sequence.first_blocks[group] = self._firsts.at_block(group, num_blocks)
             self._tables.extend(group, sequence.slot, 0, blocks)
+
+    def touch_copies(self, sequence: Sequence) -> None:
+        """What a sequence has just taken over is recently used in the second level too."""
+        if self._host is None or not sequence.num_published_blocks:
+            return
+        names = sequence.names(sequence.num_computed_tokens, self._block_size)
+        for group, blocks in enumerate(sequence.blocks):
+            for name, block in zip(names, blocks, strict=False):
+                if block != NO_BLOCK:
+                    self._host.save(group, block, name)
 
     def _load_more(self, blocks: BlockLists, names: Items[PrefixHash], host: SecondLevel) -> None:
         """Append what the second level holds behind a prefix, as far as blocks can be had."""

@@ -20,7 +20,7 @@ import numpy as np
 from pdserve.cluster.base.clock import Clock
 from pdserve.cluster.base.config import VictimKind
 from pdserve.cluster.base.errors import InvalidRequestError, OverloadedError
-from pdserve.cluster.base.ids import RequestId
+from pdserve.cluster.base.ids import AttemptKey, RequestId
 from pdserve.cluster.base.kv_layout import KVLayout
 from pdserve.cluster.base.prefix_hash import PrefixHash, PrefixIdentity, extend_chain
 from pdserve.cluster.base.request import FinishReason, Request, TokenDelta, TokenLogprobs
@@ -37,9 +37,6 @@ from pdserve.workers.engine.sequence import Sequence, SequenceState, blocks_for,
 from pdserve.workers.engine.step_model import StepShape
 from pdserve.workers.engine.strategies import FirstCome, Strategy
 from pdserve.workers.engine.wait_queue import WaitQueue, arrival_no
-
-Key = tuple[RequestId, int]
-
 
 MOST_PASSED = 8
 """Requests that do not fit and may be passed in one step."""
@@ -115,7 +112,7 @@ class Scheduler:
         self._waiting = WaitQueue(settings.skip_age_s)
         # In the order of the strategy: the last ones are put back first.
         self._running: list[Sequence] = []
-        self._sequences: dict[Key, Sequence] = {}
+        self._sequences: dict[AttemptKey, Sequence] = {}
         self._planned: dict[Sequence, int] = {}
         self._scored: list[Sequence] = []
         self._tables = RowTables(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from pdserve.cluster.base.ids import RequestId, WorkerId
+from pdserve.cluster.base.ids import AttemptKey, WorkerId
 from pdserve.cluster.base.prefix_hash import PrefixHash
 from pdserve.cluster.base.request import Request
 from pdserve.cluster.base.timeline import Timeline
@@ -11,8 +11,6 @@ from pdserve.kvtransfer.layout import Coverage
 from pdserve.kvtransfer.sink import SinkTransfer
 from pdserve.workers.engine.reservation import Reservation
 from pdserve.workers.handoff.source_peer import SourcePeer
-
-Key = tuple[RequestId, int]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,7 +48,7 @@ class RemotePrefill:
     """False once the client has left or the request has ended."""
 
     @property
-    def key(self) -> Key:
+    def key(self) -> AttemptKey:
         """Request id and attempt."""
         return self.request.request_id, self.request.attempt
 

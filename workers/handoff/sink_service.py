@@ -14,7 +14,7 @@ from itertools import count
 from typing import Protocol
 
 from pdserve.cluster.base.errors import ProtocolError
-from pdserve.cluster.base.ids import WorkerId
+from pdserve.cluster.base.ids import AttemptKey, WorkerId
 from pdserve.cluster.base.messages import Message
 from pdserve.cluster.base.metrics import TransferMetrics
 from pdserve.cluster.base.prefix_hash import PrefixHash
@@ -51,7 +51,7 @@ from pdserve.kvtransfer.sink import (
 from pdserve.workers.engine.engine import Engine
 from pdserve.workers.engine.reservation import Reservation
 from pdserve.workers.handoff.block_target import BlockTarget
-from pdserve.workers.handoff.remote_prefill import Key, RemotePrefill, Try
+from pdserve.workers.handoff.remote_prefill import RemotePrefill, Try
 from pdserve.workers.handoff.settings import TICK_S, HandoffSettings
 from pdserve.workers.handoff.source_peer import SourcePeer
 from pdserve.workers.handoff.source_peers import SourcePeers
@@ -95,7 +95,7 @@ class SinkService:
         self._metrics = metrics
         self._max_waiting = max_waiting
         self._peers = SourcePeers(settings, self, self, metrics)
-        self._prefills: dict[Key, RemotePrefill] = {}
+        self._prefills: dict[AttemptKey, RemotePrefill] = {}
         self._transfers: dict[TransferId, RemotePrefill] = {}
         self._waiting: deque[RemotePrefill] = deque()
         self._reaper: Reaper[TransferId] = Reaper(settings.clock)
@@ -199,7 +199,7 @@ class SinkService:
         num_left = len(request.prompt_token_ids) + len(request.resume_token_ids) - num_held
         return num_held >= num_left and num_left <= self._scheduler.max_batch_tokens
 
-    def abort(self, key: Key) -> Request | None:
+    def abort(self, key: AttemptKey) -> Request | None:
         """The client left; return the request as it was, None if it is not here (the engine has it, or nobody)."""
         prefill = self._prefills.get(key)
         if prefill is None:

@@ -6,12 +6,12 @@ comes back by copies instead of computing, if these are quicker. Bounded; the le
 by the engine thread only.
 """
 
-import time
 from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
 
+from pdserve.cluster.base.clock import Clock
 from pdserve.cluster.base.prefix_hash import PrefixHash
 from pdserve.workers.kv.store import KVStore
 
@@ -26,7 +26,7 @@ class HostTier:
         block_s: measured seconds to copy a block back, in the mean; 0 before the first.
     """
 
-    def __init__(self, store: KVStore, num_blocks: Sequence[int]) -> None:
+    def __init__(self, store: KVStore, num_blocks: Sequence[int], clock: Clock) -> None:
         """`num_blocks` is one number per KV group."""
         self._layers = [[store.layer(index) for index in group.layers] for group in store.layout.groups]
         self._slots = [
@@ -35,6 +35,7 @@ class HostTier:
         ]
         self._free = [list(range(count)) for count in num_blocks]
         self._slot_of: list[OrderedDict[PrefixHash, int]] = [OrderedDict() for _ in num_blocks]
+        self._clock = clock
         self.num_loaded_blocks = 0
         self.block_s = 0.0
 
@@ -62,12 +63,12 @@ class HostTier:
         """Copy what is held under `names` into blocks."""
         if not names:
             return
-        start_time = time.perf_counter()
+        start_time = self._clock.now()
         known = self._slot_of[group]
         for name, block in zip(names, blocks, strict=True):
             known.move_to_end(name)
             for place, layer in enumerate(self._layers[group]):
                 layer[block] = self._slots[group][known[name], place]
-        spent = (time.perf_counter() - start_time) / len(names)
+        spent = (self._clock.now() - start_time) / len(names)
         self.block_s = spent if self.block_s == 0.0 else RATE_MEMORY * self.block_s + (1 - RATE_MEMORY) * spent
         self.num_loaded_blocks += len(names)

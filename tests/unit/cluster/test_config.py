@@ -6,15 +6,8 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from pdserve.cluster.base.config import (
-    DeploymentConfig,
-    cache_dir,
-    child_environment,
-    field_help,
-    load_config,
-    state_dir,
-    to_yaml,
-)
+from pdserve.cluster.base.config import DeploymentConfig, field_help, load_config, to_yaml
+from pdserve.cluster.base.environment import cache_dir, child_environment, state_dir
 from pdserve.cluster.base.errors import ConfigError
 
 

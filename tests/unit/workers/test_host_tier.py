@@ -1,5 +1,6 @@
 """The host tier: what the pool gave up comes back by copies, if that is worth it; bounded."""
 
+from pdserve.cluster.base.clock import ManualClock
 from pdserve.workers.engine.step_model import StepShape
 from pdserve.workers.kv.host_tier import HostTier
 from pdserve.workers.model.digest import DigestModel, DigestRunner
@@ -59,7 +60,7 @@ def test_copies_are_not_taken_where_computing_is_quicker() -> None:
 
 def test_the_least_recent_copy_goes_first() -> None:
     runner = DigestRunner(MODEL, num_blocks=(8, 8), block_size=16)
-    tier = HostTier(runner.store, [2, 1])
+    tier = HostTier(runner.store, [2, 1], ManualClock())
     names = [bytes([number]) * 16 for number in range(3)]
     for number, name in enumerate(names[:2]):
         for layer in range(2):
@@ -73,6 +74,6 @@ def test_the_least_recent_copy_goes_first() -> None:
     tier.save(1, 0, names[0])
     tier.save(1, 1, names[1])
     assert [tier.holds(1, name) for name in names] == [False, True, False]
-    empty = HostTier(runner.store, [0, 0])
+    empty = HostTier(runner.store, [0, 0], ManualClock())
     empty.save(0, 0, names[0])
     assert not empty.holds(0, names[0])

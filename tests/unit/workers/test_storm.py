@@ -79,7 +79,7 @@ class Storm(RuleBasedStateMachine):
             clock=self.clock,
             promised_share=0.5,
             strategy=strategy(),
-            host=HostTier(self.runner.store, [host_blocks] * len(counts)) if host_blocks else None,
+            host=HostTier(self.runner.store, [host_blocks] * len(counts), ManualClock()) if host_blocks else None,
         )
         self.scheduler = self.engine.scheduler
         self.count = 0
