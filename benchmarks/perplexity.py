@@ -16,12 +16,12 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from pdserve.benchmarks.environment import describe_environment
+from pdserve.benchmarks.kinds import parse_kind
 from pdserve.benchmarks.sample_text import TEXT
 from pdserve.cluster.base.clock import SystemClock
-from pdserve.cluster.base.config import EngineConfig, LinearKind
+from pdserve.cluster.base.config import EngineConfig
 from pdserve.cluster.base.environment import cache_dir
 from pdserve.cluster.base.ids import RequestId
-from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.cluster.base.request import Request, SamplingParams
 from pdserve.workers.assembly import assemble_engine
 from pdserve.workers.engine.engine import Engine
@@ -52,10 +52,8 @@ def main() -> None:
     found: dict[str, float] = {}
     print(f"weights+KV  perplexity over {len(token_ids)} tokens   against the first")
     for name in arguments.kinds:
-        linear, _, kv_dtype = name.partition("+")
-        config = EngineConfig(
-            linear=LinearKind(linear), kv_dtype=KVDtype(kv_dtype or KVDtype.FLOAT32), kv_memory_gib=0.2
-        )
+        linear, kv_dtype = parse_kind(name)
+        config = EngineConfig(linear=linear, kv_dtype=kv_dtype, kv_memory_gib=0.2)
         assembled = assemble_engine(folder, config, max_model_len=None, num_threads=2, clock=SystemClock())
         found[name] = measure_perplexity(assembled.engine, token_ids)
         ratio = found[name] / next(iter(found.values()))

@@ -6,7 +6,8 @@
 All requests (prompts of 64 to 256 tokens, 96 more each) arrive at once. A pool of share 1 holds them all; in smaller
 ones sequences are put back and come back by computing everything again, from what is left in the prefix cache, or by
 copies from the host tier. The ways take turns (A B C A B C …). Texts must be equal everywhere. Prints throughput
-against a pool of share 1, preemptions, and what was computed again as a share of all tokens, and one JSON line.
+against the same way at the largest share, preemptions, and what was computed again as a share of all tokens, and one
+JSON line; counts are those of the last repeat.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pdserve.benchmarks.environment import describe_environment
 from pdserve.cluster.base.clock import SystemClock
@@ -36,6 +38,9 @@ NEW_TOKENS = 96
 BLOCK_SIZE = 16
 MAX_BATCH_TOKENS = 256
 THREADS = 2
+
+Row = dict[str, Any]
+"""What was found of one way at one share; as in the JSON line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,14 +119,24 @@ def main() -> None:
     folder = prepare_model(arguments.model, cache_dir(), lambda stage, share: None)
     config = EngineConfig(kv_memory_gib=0.2, block_size=BLOCK_SIZE, max_batch_tokens=MAX_BATCH_TOKENS)
     assembled = assemble_engine(folder, config, max_model_len=None, num_threads=THREADS, clock=SystemClock())
-    requests = make_requests(arguments.requests)
+    found = measure(assembled, make_requests(arguments.requests), sorted(arguments.shares, reverse=True), arguments)
+    report(found)
+    if arguments.plot:
+        plot(arguments.plot, found)
+
+
+def measure(
+    assembled: AssembledEngine, requests: list[Request], shares: list[float], arguments: argparse.Namespace
+) -> list[Row]:
+    """Run all requests at every share in every way; return a row for each."""
     needed = [len(request.prompt_token_ids) + NEW_TOKENS for request in requests]
     ample = sum(blocks_for(count, BLOCK_SIZE) for count in needed)
+    print(f"{len(requests)} requests, {sum(needed)} tokens, {ample} blocks hold them all")
     seconds: dict[tuple[str, float], list[float]] = {}
-    engines: dict[tuple[str, float], Engine] = {}
+    counts: dict[tuple[str, float], Row] = {}
     expected: dict[str, list[int]] | None = None
     for _ in range(arguments.repeats):
-        for share in arguments.shares:
+        for share in shares:
             for way in WAYS:
                 engine = make_engine(assembled, max(int(share * ample), blocks_for(max(needed), BLOCK_SIZE)), way)
                 duration, texts = run(engine, requests)
@@ -129,41 +144,47 @@ def main() -> None:
                     raise RuntimeError(f"{way.name} at {share}: other texts")
                 expected = texts
                 seconds.setdefault((way.name, share), []).append(duration)
-                engines[way.name, share] = engine
-    base = min(statistics.median(values) for values in seconds.values())
-    found = []
-    print(f"{len(requests)} requests, {sum(needed)} tokens, {ample} blocks hold them all")
-    print("share  way            preemptions  computed again  copied back  throughput against the best (spread)")
-    for (name, share), values in sorted(seconds.items(), key=lambda item: (-item[0][1], item[0][0])):
-        engine = engines[name, share]
-        row = {
-            "share": share,
-            "way": name,
-            "preemptions": engine.scheduler.num_preemptions,
-            "recomputed_share": round(engine.scheduler.num_recomputed_tokens / sum(needed), 4),
-            "loaded_blocks": 0 if engine.host is None else engine.host.num_loaded_blocks,
+                counts[way.name, share] = {
+                    "preemptions": engine.scheduler.num_preemptions,
+                    "recomputed_share": round(engine.scheduler.num_recomputed_tokens / sum(needed), 4),
+                    "loaded_blocks": 0 if engine.host is None else engine.host.num_loaded_blocks,
+                }
+    rows = []
+    for (name, share), values in seconds.items():
+        base = statistics.median(seconds[name, shares[0]])
+        throughput = {
             "throughput": round(base / statistics.median(values), 3),
             "throughput_min": round(base / max(values), 3),
             "throughput_max": round(base / min(values), 3),
         }
-        found.append(row)
-        print(
-            f"{share:5.2f}  {name:13} {row['preemptions']:12} {row['recomputed_share']:15.1%} {row['loaded_blocks']:12}"
-            f"  {row['throughput']:.2f} ({row['throughput_min']:.2f}-{row['throughput_max']:.2f})"
-        )
-    if arguments.plot:
-        from pdserve.benchmarks.plots import save_line_chart
+        rows.append({"share": share, "way": name, **counts[name, share], **throughput})
+    return rows
 
-        shares = sorted(arguments.shares)
-        by_place = {(row["way"], row["share"]): float(str(row["throughput"])) for row in found}
-        save_line_chart(
-            arguments.plot,
-            {way.name: (shares, [by_place[way.name, share] for share in shares]) for way in WAYS},
-            title="Throughput as the KV pool shrinks",
-            x_label="pool, as a share of what all requests need",
-            y_label="throughput against the best",
+
+def report(found: list[Row]) -> None:
+    """Print the table and the JSON line."""
+    print("share  way            preemptions  computed again  copied back  throughput (min-max)")
+    for row in found:
+        print(
+            f"{row['share']:5.2f}  {row['way']:13} {row['preemptions']:12} {row['recomputed_share']:15.1%}"
+            f" {row['loaded_blocks']:12}  {row['throughput']:.2f}"
+            f" ({row['throughput_min']:.2f}-{row['throughput_max']:.2f})"
         )
     print(json.dumps({"benchmark": "preemption", "found": found, **describe_environment()}))
+
+
+def plot(path: Path, found: list[Row]) -> None:
+    """Draw throughput by share."""
+    from pdserve.benchmarks.plots import save_line_chart
+
+    by_way = {way.name: [row for row in found if row["way"] == way.name] for way in WAYS}
+    save_line_chart(
+        path,
+        {name: ([row["share"] for row in rows], [row["throughput"] for row in rows]) for name, rows in by_way.items()},
+        title="Throughput as the KV pool shrinks",
+        x_label="pool, as a share of what all requests need",
+        y_label="throughput against the largest pool",
+    )
 
 
 if __name__ == "__main__":

@@ -65,7 +65,9 @@ class VictimKind(StrEnum):
     """Who is put back when blocks run out."""
 
     LATEST = "latest"
+    """The last of the running batch: under fcfs the youngest."""
     LARGEST = "largest"
+    """The one that frees the most blocks: the fewest are put back."""
 
 
 class EngineConfig(_Section):

@@ -1,6 +1,6 @@
 """Environment variables, and what follows from them: folders, the Ray token, the environment of child processes.
 
-The only file that reads them.
+The only file of pdserve that reads them.
 """
 
 import os

@@ -64,7 +64,8 @@ class WorkerMetrics:
         self.total_blocks = Gauge("pdserve_kv_blocks_total", "KV blocks of the pool.", registry=self.registry)
         self.kv_slots = Gauge(
             "pdserve_kv_slots",
-            "Token slots of KV blocks held by running sequences, by window; wasted ones hold no token that is seen.",
+            "Token slots of KV blocks held by running sequences, by window; a shared block counts for each, "
+            "wasted slots hold no token that is seen.",
             ["window", "kind"],
             registry=self.registry,
         )

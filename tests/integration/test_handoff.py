@@ -21,7 +21,7 @@ from pdserve.workers.kv.store import KVStore
 from pdserve.workers.model.digest import DigestModel
 from support.engines import make_digest_engine, make_request, prompts_of
 from support.pairs import LAYER_BYTES, assert_clean, has_link, received_bytes, running_pair, transfer_config
-from support.runners import DamagingCopier, GatedCopier, make_gated_engine
+from support.runners import BlindRunner, DamagingCopier, GatedCopier, make_gated_engine
 from support.services import CHANNEL, MODEL, eventually, generate, running_controller, running_replayer, running_worker
 
 NARROW = DigestModel(windows=(0,), layers_per_group=2)
@@ -452,6 +452,19 @@ async def test_one_token_answers_ship_no_kv_and_stop_tokens_end_at_the_first() -
         stopped = replace(plain, request_id=RequestId("stopped"), sampling=sampling)
         assert await generate(pair.replayer, stopped) == ([first], FinishReason.STOP)
         assert pair.decode.load().num_generated_tokens == 0
+        await assert_clean(pair.prefill, pair.decode)
+
+
+async def test_a_prompt_without_finite_logits_ends_once_with_an_error_wherever_it_is_computed() -> None:
+    prefill = make_digest_engine(MODEL)
+    prefill.runner = BlindRunner(MODEL, num_blocks=prefill.pool.num_blocks, block_size=16)
+    async with running_pair(transfer_config(TransportKind.SHM), prefill=prefill) as pair:
+        async with pair.replayer.open(make_request("bad", [500] * 40, max_tokens=5)) as stream:
+            deltas = [delta async for delta in stream]
+        assert [(delta.token_ids, delta.finish_reason) for delta in deltas] == [((), FinishReason.ERROR)]
+        assert deltas[0].error == "the model's output for this request is not finite"
+        good = make_request("good", [10] * 40, max_tokens=5)
+        assert (await generate(pair.replayer, good))[0] == MODEL.generate(good)
         await assert_clean(pair.prefill, pair.decode)
 
 

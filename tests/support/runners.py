@@ -5,7 +5,7 @@ import threading
 
 from pdserve.kvtransfer.layout import ChunkRange
 from pdserve.workers.engine.engine import Engine
-from pdserve.workers.engine.plan import Int32, StepOutput, StepPlan
+from pdserve.workers.engine.plan import NO_TOKEN, Int32, StepOutput, StepPlan
 from pdserve.workers.kv.copy import BlockCopier
 from pdserve.workers.kv.store import KVStore
 from pdserve.workers.model.digest import DigestModel, DigestRunner
@@ -44,6 +44,17 @@ class GatedRunner(DigestRunner):
         if self.fails_after_layers:
             raise RuntimeError("the model exploded")
         return tokens
+
+
+class BlindRunner(DigestRunner):
+    """Finds no finite logits for rows whose prompt begins with 500."""
+
+    def execute(self, plan: StepPlan, on_layer: OnLayer | None = None) -> StepOutput:
+        """See ModelRunner.execute."""
+        output = super().execute(plan, on_layer)
+        first_tokens = plan.token_ids[plan.row_starts[plan.sample_rows]]
+        output.token_ids[first_tokens == 500] = NO_TOKEN
+        return output
 
 
 def make_gated_engine(model: DigestModel, **limits: int) -> tuple[Engine, GatedRunner]:

@@ -54,7 +54,8 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """Return [T, Hq * D] for query [T, Hq, D] over kv [N, 2, Hkv, B, row] (KVStore); causal.
 
-        Windowed by the group."""
+        Windowed by the group.
+        """
 
 
 def build_metadata(plan: StepPlan, windows: tuple[int, ...], block_size: int) -> StepMetadata:

@@ -52,8 +52,7 @@ class Admission:
     def fits_without(self, sequence: Sequence, gone: Items[Sequence]) -> bool:
         """True if a sequence would fit if running ones gave back what they alone hold."""
         owed = [count - self._owed_by(group, gone) for group, count in enumerate(self._count_owed())]
-        won = [sum(self._holdings.num_sole(group, item) for item in gone) for group in range(self._pool.num_groups)]
-        return self._fits(sequence, owed, won)
+        return self._fits(sequence, owed, self._holdings.num_won(gone))
 
     def _fits(self, sequence: Sequence, owed: Items[int], won: Items[int] | None = None) -> bool:
         for group in range(self._pool.num_groups):

@@ -141,9 +141,11 @@ class BlockPool:
         with self._lock:
             return self._log.since(first_no, self._caches)
 
-    def num_sole(self, group: int, blocks: Sequence[int]) -> int:
-        """Return how many of `blocks` have one reference."""
-        return int((self._groups[group].references[np.array(blocks, np.intp)] == 1).sum())
+    def num_freed(self, group: int, blocks: Sequence[int]) -> int:
+        """Return how many blocks would be free if each entry of `blocks` were released once."""
+        distinct, counts = np.unique(np.array(blocks, np.intp), return_counts=True)
+        with self._lock:
+            return int((self._groups[group].references[distinct] == counts).sum())
 
     def pin(self, group: int, blocks: Int32) -> None:
         """Add a reference to distinct blocks in use: their bytes are being read. `unpin` drops it."""

@@ -169,9 +169,14 @@ class Holdings:
         """Return the blocks that a sequence holds in a group, shared ones included."""
         return len(sequence.blocks[group]) - sequence.first_blocks[group]
 
-    def num_sole(self, group: int, sequence: Sequence) -> int:
-        """Return the blocks that a sequence would give back: those that nobody else holds."""
-        return self._pool.num_sole(group, sequence.blocks[group][sequence.first_blocks[group] :])
+    def num_won(self, sequences: Items[Sequence]) -> list[int]:
+        """Return, per group, the blocks that would be free if these sequences gave back theirs."""
+        return [
+            self._pool.num_freed(
+                group, [block for item in sequences for block in item.blocks[group][item.first_blocks[group] :]]
+            )
+            for group in range(self._pool.num_groups)
+        ]
 
     def num_wasted_slots(self, group: int, sequence: Sequence) -> int:
         """Return the slots of a sequence's blocks that hold no token, or one that its window has left."""

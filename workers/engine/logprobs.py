@@ -12,7 +12,7 @@ from pdserve.cluster.base.request import TokenLogprob, TokenLogprobs
 from pdserve.workers.engine.sampler import SUM_TILE, row_maximum
 from pdserve.workers.model.scalar_math import exp32
 
-_MARGINS = (np.float32(4.0), np.float32(16.0), np.float32(np.inf))
+_MARGINS = (np.float32(4.0), np.float32(16.0))
 """The largest logits are searched within these of the largest first."""
 
 
@@ -48,9 +48,11 @@ def _largest(logits: NDArray[np.float32], count: int) -> list[int]:
     if count == 0:
         return []
     peak = row_maximum(logits)
+    candidates = np.arange(len(logits))
     for margin in _MARGINS:
-        candidates = np.flatnonzero(logits >= peak - margin)
-        if len(candidates) >= count:
+        near = np.flatnonzero(logits >= peak - margin)
+        if len(near) >= count:
+            candidates = near
             break
     values = logits[candidates]
     border = np.partition(values, len(values) - count)[len(values) - count]

@@ -18,6 +18,10 @@ Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
 
 
+NO_TOKEN = -1
+"""Stands where a row had no finite logits to take a token from."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRules:
     """How one row's logits are changed; see logit_rules.apply_rules. Ids are distinct within an array."""
@@ -51,7 +55,7 @@ class StepOutput:
     """What a step produced."""
 
     token_ids: Int32
-    """[S] one token per sampled row."""
+    """[S] one token per sampled row, or NO_TOKEN."""
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     """S entries, None where not asked for; empty if nobody asked."""
     scores: tuple[TokenLogprobs, ...] = ()

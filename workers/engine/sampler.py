@@ -105,7 +105,7 @@ def _sample_row(logits, temperature, top_k, top_p, min_p, seed, sample, position
     if top_k <= 0 and top_p >= 1.0 and min_p <= 0.0:
         return _draw(weights, uniform)
     ids, kept = keep_largest(weights, top_k, top_p, min_p)
-    return ids[_draw(kept, uniform)]
+    return ids[_draw(kept, uniform)] if ids.shape[0] else np.int32(0)
 
 
 @numba.njit(nogil=True, parallel=True, cache=True)

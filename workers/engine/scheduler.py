@@ -28,7 +28,7 @@ from pdserve.workers.engine.admission import Admission
 from pdserve.workers.engine.block_pool import NO_BLOCK, BlockLists, BlockPool
 from pdserve.workers.engine.holdings import CopyBlock, Holdings, SecondLevel
 from pdserve.workers.engine.logit_rules import LogitRules, has_rules
-from pdserve.workers.engine.plan import StepOutput, StepPlan
+from pdserve.workers.engine.plan import NO_TOKEN, StepOutput, StepPlan
 from pdserve.workers.engine.plan_builder import build_plan
 from pdserve.workers.engine.prefix_cache import FirstBlocks
 from pdserve.workers.engine.reservation import Reservation, Reservations
@@ -335,7 +335,7 @@ class Scheduler:
     def _may_pass(self, sequence: Sequence) -> bool:
         """True if others may be admitted before a sequence that does not fit."""
         can_others = self._strategy.allows_skips and self._tables.has_free_row
-        return can_others and self._waiting.may_pass(sequence, self._clock.now())
+        return can_others and self._waiting.note_blocked(sequence, self._clock.now())
 
     def decoding_shape(self) -> StepShape:
         """Return the shape of a step with the running decodes alone."""
@@ -366,6 +366,8 @@ class Scheduler:
         return deltas
 
     def _take(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> TokenDelta:
+        if token_id == NO_TOKEN:
+            return self._fail(sequence)
         request = sequence.request
         index = sequence.num_output_tokens
         sequence.append(token_id)
@@ -386,6 +388,21 @@ class Scheduler:
             num_cached_tokens=sequence.num_cached_tokens if index == sequence.num_resume_tokens else 0,
             logprobs=() if logprobs is None else (logprobs,),
             prompt_logprobs=tuple(sequence.prompt_logprobs) if index == 0 else (),
+        )
+
+    def _fail(self, sequence: Sequence) -> TokenDelta:
+        """End a sequence whose logits are not finite: any token would be made up."""
+        index = sequence.num_output_tokens
+        if sequence.forks:
+            self._fork(sequence)
+        self._finish(sequence)
+        return TokenDelta(
+            request_id=sequence.request.request_id,
+            attempt=sequence.request.attempt,
+            index=index,
+            token_ids=(),
+            finish_reason=FinishReason.ERROR,
+            error="the model's output for this request is not finite",
         )
 
     def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
@@ -420,7 +437,7 @@ class Scheduler:
             return None
         if self._settings.victim is VictimKind.LATEST:
             return behind[-1]
-        return max(behind, key=lambda item: (self._holdings.num_sole(0, item), self._strategy.rank(item)))
+        return max(behind, key=lambda item: (sum(self._holdings.num_won([item])), self._strategy.rank(item)))
 
     def _admit(self, sequence: Sequence, budget: int) -> int:
         """Run a waiting sequence if it fits; return the change of the budget, 0 if it does not fit now."""
@@ -533,10 +550,13 @@ class Scheduler:
         return times
 
     def slot_use(self, group: int) -> SlotUse:
-        """Return what running sequences hold in a group and what of it is waste. From any thread, roughly."""
+        """Return what running sequences hold in a group and what of it is waste; a shared block counts for each.
+
+        From any thread: an estimate while a step runs.
+        """
         running = list(self._running)
         return SlotUse(
-            num_held=sum(self._holdings.num_held(group, item) for item in running) * self._settings.block_size,
+            num_held=max(0, sum(self._holdings.num_held(group, item) for item in running)) * self._settings.block_size,
             num_wasted=sum(self._holdings.num_wasted_slots(group, item) for item in running),
         )
 

@@ -37,8 +37,8 @@ class WaitQueue:
         self._sequences.remove(sequence)
         self.num_tokens -= sequence.num_tokens
 
-    def may_pass(self, sequence: Sequence, now: float) -> bool:
-        """True if others may still be admitted before a sequence that does not fit."""
+    def note_blocked(self, sequence: Sequence, now: float) -> bool:
+        """A sequence does not fit; True if others may still be admitted before it."""
         if sequence.blocked_time is None:
             sequence.blocked_time = now
         return now - sequence.blocked_time < self._skip_age_s

@@ -69,6 +69,6 @@ class RemotePrefill:
         """True if log probabilities of the prompt are wanted and were not emitted yet."""
         return self.request.sampling.num_prompt_logprobs is not None and not self.request.resume_token_ids
 
-    def emit(self, token_id: int) -> None:
-        """Count a token that was emitted."""
-        self.request = replace(self.request, resume_token_ids=(*self.request.resume_token_ids, token_id))
+    def emit(self, token_ids: tuple[int, ...]) -> None:
+        """Count what was emitted."""
+        self.request = replace(self.request, resume_token_ids=(*self.request.resume_token_ids, *token_ids))

@@ -18,7 +18,7 @@ from pdserve.cluster.base.ids import AttemptKey, WorkerId
 from pdserve.cluster.base.messages import Message
 from pdserve.cluster.base.metrics import TransferMetrics
 from pdserve.cluster.base.prefix_hash import PrefixHash
-from pdserve.cluster.base.request import Request, TokenDelta
+from pdserve.cluster.base.request import FinishReason, Request, TokenDelta
 from pdserve.cluster.base.tasks import BackgroundTasks
 from pdserve.cluster.base.timeline import Timeline
 from pdserve.cluster.base.transfer_messages import (
@@ -322,7 +322,8 @@ class SinkService:
             case Reject(transfer=transfer, reason=reason):
                 self._with(transfer, lambda present: present.machine.failed(f"rejected: {reason}", tell_source=False))
             case FirstToken(transfer=transfer, token=token):
-                if len(token.token_ids) != 1:
+                # An error has no token.
+                if len(token.token_ids) != (token.finish_reason is not FinishReason.ERROR):
                     raise ProtocolError(f"{len(token.token_ids)} first tokens")
                 self._with(transfer, lambda present: present.machine.first_token(token))
             case Final(transfer=transfer):
@@ -414,7 +415,7 @@ class SinkService:
                 present.token_time = self._settings.clock.now()
                 prefill.timeline.mark("first token")
                 before = prefill.request
-                prefill.emit(token.token_ids[0])
+                prefill.emit(token.token_ids)
                 self._owner.emit(before, token)
             case PostCommit():
                 present.peer.post(Commit(transfer=present.transfer))

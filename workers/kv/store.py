@@ -1,8 +1,7 @@
 """The KV store: the only owner of KV bytes, one tensor per layer.
 
-Layout of a layer: [num_blocks, 2, kv_heads, block_size, row], the same on every device; a row is head_dim fp32 values,
-or an int8 row (int8_rows). Layers of one KV group
-share block ids; groups are separate pools.
+Layout of a layer: [num_blocks, 2, kv_heads, block_size, row], the same on every device. A row is head_dim fp32
+values, or an int8 row (int8_rows). Layers of one KV group share block ids; groups are separate pools.
 """
 
 from collections.abc import Sequence

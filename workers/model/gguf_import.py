@@ -56,18 +56,13 @@ _GEMMA3_LAYER_NAMES = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma3": "Gemma3ForCausalLM",
+_CLASSES: dict[str, tuple[type[PretrainedConfig], str]] = {
+    "llama": (LlamaConfig, "LlamaForCausalLM"),
+    "qwen2": (Qwen2Config, "Qwen2ForCausalLM"),
+    "qwen3": (Qwen3Config, "Qwen3ForCausalLM"),
+    "gemma3": (Gemma3TextConfig, "Gemma3ForCausalLM"),
 }
-_CONFIGS: dict[str, type[PretrainedConfig]] = {
-    "llama": LlamaConfig,
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-    "gemma3": Gemma3TextConfig,
-}
+"""By GGUF architecture: the configuration, and the class that other engines read from config.json."""
 
 Metadata = dict[str, str | int | float | bool]
 
@@ -127,14 +122,13 @@ def _convert(path: Path, folder: Path, progress: Progress) -> None:
     except (ValueError, LookupError, OverflowError, struct.error) as error:
         raise CheckpointError(f"{path}: damaged GGUF: {error}") from error
     architecture = str(metadata.get("general.architecture"))
-    if architecture not in _CONFIGS:
+    if architecture not in _CLASSES:
         raise CheckpointError(
-            f"{path}: architecture {architecture!r} is not supported yet; supported: {', '.join(_CONFIGS)}"
+            f"{path}: architecture {architecture!r} is not supported yet; supported: {', '.join(_CLASSES)}"
         )
     progress("reading the file", 1.0)
     config = _config(path, architecture, metadata, names)
-    # Other engines read from here which class the folder is for.
-    config.architectures = [_ARCHITECTURES[architecture]]
+    config.architectures = [_CLASSES[architecture][1]]
     weights = {}
     for number, tensor in enumerate(reader.tensors):
         name, values = _convert_tensor(path, architecture, tensor, config)
@@ -211,7 +205,7 @@ def _config(path: Path, architecture: str, metadata: Metadata, names: tuple[str,
         )
     has_bias = architecture == "llama" and "blk.0.attn_q.bias" in names
     extra = {"attention_bias": has_bias} if architecture in ("llama", "qwen3") else {}
-    return _CONFIGS[architecture](**common, **extra, rope_parameters={"rope_type": "default", "rope_theta": theta})
+    return _CLASSES[architecture][0](**common, **extra, rope_parameters={"rope_type": "default", "rope_theta": theta})
 
 
 def _convert_tensor(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pdserve.cluster.base.request import TokenLogprobs
 from pdserve.workers.engine.logit_rules import apply_rules
 from pdserve.workers.engine.logprobs import logprobs_of
-from pdserve.workers.engine.plan import Float32, Int32, SamplingArrays, ScoredTokens, StepOutput
+from pdserve.workers.engine.plan import NO_TOKEN, Float32, Int32, SamplingArrays, ScoredTokens, StepOutput
 from pdserve.workers.engine.sampler import row_maximum, sample_rows
 from pdserve.workers.model.linear import Linear
 
@@ -34,6 +34,13 @@ def _update_largest(logits, offset, largest, token_ids):  # type: ignore[no-unty
                     break
 
 
+def _zero_where_not_finite(hidden: torch.Tensor) -> tuple[torch.Tensor, NDArray[np.bool_]]:
+    """Return hidden [S, H] with rows that hold NaN or inf as zeros, and which rows are finite, [S]."""
+    is_finite = torch.isfinite(hidden).all(dim=1)
+    flags: NDArray[np.bool_] = is_finite.cpu().numpy()
+    return hidden if flags.all() else torch.where(is_finite[:, None], hidden, 0.0), flags
+
+
 class Head:
     """The head of a model, as packed tiles of VOCABULARY_TILE rows of its weight."""
 
@@ -46,7 +53,16 @@ class Head:
         return torch.cat([tile(hidden) for tile in self._tiles], dim=1)
 
     def sample(self, hidden: torch.Tensor, sampling: SamplingArrays) -> StepOutput:
-        """Return one token id per row of hidden [S, H], and log probabilities where they are asked for."""
+        """Return one token id per row of hidden [S, H], and log probabilities where they are asked for.
+
+        A row of hidden that is not finite has NO_TOKEN, and no log probabilities that mean anything.
+        """
+        hidden, is_finite = _zero_where_not_finite(hidden)
+        output = self._sample(hidden, sampling)
+        output.token_ids[~is_finite] = NO_TOKEN
+        return output
+
+    def _sample(self, hidden: torch.Tensor, sampling: SamplingArrays) -> StepOutput:
         num_rows = hidden.shape[0]
         is_whole = ~sampling.is_greedy | (sampling.num_logprobs >= 0)
         for row, _ in sampling.rules:
@@ -68,6 +84,7 @@ class Head:
 
     def score(self, hidden: torch.Tensor, scored: ScoredTokens) -> tuple[TokenLogprobs, ...]:
         """Return the log probability of each scored token; hidden [Q, H] are the states before them."""
+        hidden, _ = _zero_where_not_finite(hidden)
         scores: list[TokenLogprobs] = []
         for start in range(0, len(scored.targets), SCORED_ROWS):
             logits = self.logits(hidden[start : start + SCORED_ROWS]).cpu().numpy()

@@ -15,6 +15,9 @@ from pdserve.workers.model.scalar_math import exp32
 _ROW_MATH = {"contract", "nsz", "reassoc"}
 _ONE = np.float32(1.0)
 _INT8_MAX = np.float32(INT8_MAX)
+_ABSENT = np.empty(0, np.float32)
+_PARALLEL_VALUES = 1 << 16
+"""For fewer, waking another thread costs more than it saves."""
 _GELU_SCALE = np.float32(2.0 * 0.7978845608028654)
 _GELU_CUBE = np.float32(0.044715)
 
@@ -139,13 +142,23 @@ def _gelu_times(gate_up, out):  # type: ignore[no-untyped-def]  # numba infers t
 
 
 @numba.njit(nogil=True, fastmath={"nnan", "nsz", "reassoc"})
-def _divide_row(x, largest, out, row):  # type: ignore[no-untyped-def]  # numba infers the types
+def _largest_magnitude(x, row):  # type: ignore[no-untyped-def]  # numba infers the types
     peak = np.float32(1e-12)
     for d in range(x.shape[1]):
         peak = max(peak, abs(x[row, d]))
-    largest[row, 0] = peak
+    return peak
+
+
+@numba.njit(nogil=True, fastmath=_ROW_MATH)
+def _divide_row(x, largest, out, row):  # type: ignore[no-untyped-def]  # numba infers the types
+    # A row with NaN or inf is divided by NaN, so that it shows.
+    total = np.float32(0.0)
     for d in range(x.shape[1]):
-        out[row, d] = x[row, d] / peak
+        total += x[row, d]
+    divisor = _largest_magnitude(x, row) + total * np.float32(0.0)
+    largest[row, 0] = divisor
+    for d in range(x.shape[1]):
+        out[row, d] = x[row, d] / divisor
 
 
 @numba.njit(nogil=True, cache=True)
@@ -166,11 +179,6 @@ def divide_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     kernel = _divide_many_rows if x.numel() > _PARALLEL_VALUES else _divide_few_rows
     kernel(x.numpy(), largest.numpy(), out.numpy())
     return out, largest
-
-
-_ABSENT = np.empty(0, np.float32)
-_PARALLEL_VALUES = 1 << 16
-"""For fewer, waking another thread costs more than it saves."""
 
 
 class NumbaOps:

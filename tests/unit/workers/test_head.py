@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from pdserve.cluster.base.config import LinearKind
-from pdserve.workers.engine.plan import SamplingArrays
+from pdserve.workers.engine.plan import NO_TOKEN, SamplingArrays
 from pdserve.workers.engine.sampler import sample_rows
 from pdserve.workers.model.head import Head
 from pdserve.workers.model.linear import LinearFactory
@@ -47,3 +47,14 @@ def test_ties_over_tiles_break_by_token_id() -> None:
     head = make_head(weight, 32)
     assert head.sample(torch.ones(1, 8), make_sampling([0.0])).token_ids.tolist() == [40]
     assert head.sample(-torch.ones(1, 8), make_sampling([0.0])).token_ids.tolist() == [0]
+
+
+def test_a_row_that_is_not_finite_has_no_token_and_changes_no_other() -> None:
+    torch.manual_seed(0)
+    head = make_head(torch.randn(100, 24), 32)
+    hidden = torch.randn(5, 24)
+    sampling = make_sampling([0.0, 1.0, 0.0, 0.7, 0.0])
+    expected = head.sample(hidden, sampling).token_ids.copy()
+    hidden[1, 3], hidden[2, 0] = float("nan"), float("inf")
+    expected[[1, 2]] = NO_TOKEN
+    assert head.sample(hidden, sampling).token_ids.tolist() == expected.tolist()

@@ -6,6 +6,7 @@ import torch
 from pdserve.cluster.base.config import LinearKind
 from pdserve.cluster.base.errors import ConfigError
 from pdserve.workers.model.linear import PADDINGS, Linear, LinearFactory, Padding, find_padding
+from pdserve.workers.model.numba_ops import divide_rows
 
 CPU = torch.device("cpu")
 
@@ -45,6 +46,25 @@ def test_an_outlier_in_one_row_does_not_blur_the_others() -> None:
     assert torch.equal(linear(x)[:7], plain[:7])
     assert torch.equal(linear(x)[8:], plain[8:])
     assert torch.isfinite(linear(torch.zeros(3, 128))).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_int8_does_not_hide_what_is_not_finite(bad: float) -> None:
+    linear = LinearFactory(LinearKind.INT8, CPU).pack(torch.randn(64, 128))
+    x = torch.randn(4, 128)
+    x[2, 9] = bad
+    found = linear(x)
+    assert not torch.isfinite(found[2]).any()
+    assert torch.isfinite(found[[0, 1, 3]]).all()
+
+
+def test_rows_are_divided_alike_one_by_one_and_by_many_threads() -> None:
+    x = torch.randn(200, 640)  # more values than one thread takes
+    many, largest = divide_rows(x)
+    for row in range(0, 200, 17):
+        few, own = divide_rows(x[row : row + 1])
+        assert torch.equal(few[0], many[row])
+        assert torch.equal(own[0], largest[row])
 
 
 def test_int8_on_an_accelerator_is_refused() -> None:

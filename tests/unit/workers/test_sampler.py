@@ -106,3 +106,11 @@ def test_a_draw_does_not_depend_on_its_batch() -> None:
     together = sample_rows(logits, params, np.arange(9))
     single = [sample_rows(logits[row : row + 1], params, np.array([row]))[0] for row in range(9)]
     assert together.tolist() == single
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_rows_that_are_not_finite_draw_an_id_of_the_vocabulary(bad: float, filters: dict[str, float]) -> None:
+    for logits in (np.full(40, bad, np.float32), np.array([0.0, bad, 1.0], np.float32)):
+        drawn = draw_many(logits, 20, **filters)
+        assert ((drawn >= 0) & (drawn < len(logits))).all()

@@ -17,6 +17,7 @@ from pdserve.cluster.base.request import FinishReason, Request, forks_of
 from pdserve.workers.engine.strategies import Fair, FirstCome, Priority, ShortestPrefill, Strategy
 from pdserve.workers.model.digest import DigestModel
 from support.engines import make_digest_engine, make_request, prompts_of, run
+from support.runners import BlindRunner
 
 MODEL = DigestModel()
 STRATEGIES: list[Callable[[], Strategy]] = [
@@ -265,4 +266,24 @@ def test_blocks_that_a_transfer_still_reads_cost_a_few_preemptions_and_no_cycle(
         for delta in engine.step():
             texts[delta.request_id] += delta.token_ids
     assert texts == {request.request_id: MODEL.generate(request) for request in requests}
+    assert engine.pool.is_all_free
+
+
+def test_a_request_without_finite_logits_ends_with_an_error_and_its_neighbours_go_on() -> None:
+    engine = make_digest_engine(MODEL, has_prefix_cache=False)
+    engine.runner = BlindRunner(MODEL, num_blocks=engine.pool.num_blocks, block_size=16)
+    good = make_request("good", prompts_of([30])[0], max_tokens=10)
+    for request in (good, make_request("bad", [500, 20, 30], max_tokens=10)):
+        engine.scheduler.add(request)
+    tokens: list[int] = []
+    endings = {}
+    while engine.scheduler.has_work:
+        for delta in engine.step():
+            tokens += delta.token_ids
+            if delta.finish_reason is not None:
+                endings[delta.request_id] = (delta.finish_reason, delta.error)
+        engine.scheduler.validate()
+    assert tokens == MODEL.generate(good)
+    assert endings["good"] == (FinishReason.LENGTH, None)
+    assert endings["bad"] == (FinishReason.ERROR, "the model's output for this request is not finite")
     assert engine.pool.is_all_free

@@ -196,3 +196,17 @@ def test_the_queue_is_bounded_by_tokens_too() -> None:
     with pytest.raises(OverloadedError):
         add(engine, "fifth", 1, 4)
     engine.scheduler.validate()
+
+
+def test_what_two_low_requests_share_is_won_when_both_are_put_back() -> None:
+    # Neither alone would give back the prompt that they share.
+    engine = make_digest_engine(MODEL, num_blocks=40, strategy=Priority(), max_batch_tokens=512)
+    low = make_request("low", prompts_of([480])[0], max_tokens=60, priority=5, forks=1)
+    engine.scheduler.add(low)
+    for _ in range(4):
+        engine.step()
+    assert engine.scheduler.num_running == 2
+    urgent = make_request("urgent", prompts_of([300], seed=9)[0], max_tokens=5)
+    engine.scheduler.add(urgent)
+    assert [delta.request_id for delta in engine.step()] == ["urgent"]
+    engine.scheduler.validate()
