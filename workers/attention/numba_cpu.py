@@ -80,21 +80,31 @@ def _add_key(sums, state, weights, column, values, key):  # type: ignore[no-unty
 
 
 @numba.njit(nogil=True, fastmath={"contract", "nsz"})
-def _add_values(sums, weights, column, values, key, count):  # type: ignore[no-untyped-def]  # numba infers the types
-    # sums [S, D] += weights[:, column : column + count] · values[key : key + count], key by key for each state.
-    num_paired = sums.shape[0] // 2 * 2
-    num_grouped = count // 4 * 4 if num_paired else 0
-    for place in range(0, num_grouped, 4):
-        for state in range(0, num_paired, 2):
-            _add_to_two(sums, state, weights, column + place, values, key + place)
-    for state in range(sums.shape[0]):
-        for place in range(num_grouped if state < num_paired else 0, count):
-            _add_key(sums, state, weights, column + place, values, key + place)
+def _add_values(sums, weights, lows, highs, column, values, key, count):  # type: ignore[no-untyped-def]  # numba infers the types
+    # For each state: sums [S, D] += weights[:, column : column + count] · values[key : key + count], key by key, of the
+    # columns lows ... highs - 1 that it sees. What a state does not see is not multiplied by 0: it may be inf or NaN.
+    for place in range(0, count, 4):
+        first = column + place
+        end = min(first + 4, column + count)
+        state = 0
+        while state < sums.shape[0]:
+            if (
+                state + 1 < sums.shape[0]
+                and end - first == 4
+                and max(lows[state], lows[state + 1]) <= first
+                and end <= min(highs[state], highs[state + 1])
+            ):
+                _add_to_two(sums, state, weights, first, values, key + place)
+                state += 2
+            else:
+                for seen in range(max(first, lows[state]), min(end, highs[state])):
+                    _add_key(sums, state, weights, seen, values, key + seen - column)
+                state += 1
 
 
 @numba.njit(nogil=True, fastmath={"contract", "nsz"})
 def _weigh(scores, low, high, scale, largest, weight_sums, sums, state):  # type: ignore[no-untyped-def]  # numba infers the types
-    # Online softmax: turns the visible scores of a state's tile into weights, the others into 0, and rescales its sums.
+    # Online softmax: turns the scores that a state sees of a tile into weights, and rescales its sums.
     row = scores[state]
     peak = largest[state]
     for column in range(low, high):
@@ -108,8 +118,6 @@ def _weigh(scores, low, high, scale, largest, weight_sums, sums, state):  # type
     for column in range(low, high):
         total += row[column]
     weight_sums[state] = total
-    row[:low] = np.float32(0.0)
-    row[high:] = np.float32(0.0)
     for d in range(sums.shape[1]):
         sums[state, d] *= decay
 
@@ -160,6 +168,7 @@ def _attend(query, kv, scales, table, positions, item_rows, item_starts, item_en
         largest = np.full(padded, np.float32(-1e30), np.float32)
         weight_sums = np.zeros(padded, np.float32)
         scores = np.zeros((padded, TILE), np.float32)
+        lows, highs = np.zeros(padded, np.int64), np.zeros(padded, np.int64)
         rows = np.zeros((RUN, size), np.float32)
         is_buffered = scales is not None or padded > FEW_STATES
         # What no state of the item sees may never have been written: it is not read.
@@ -180,9 +189,11 @@ def _attend(query, kv, scales, table, positions, item_rows, item_starts, item_en
                         _add_scores(own, keys, low - run + offset, high - low, has_few_lanes, scores, low - base)
             for state in range(num_states):
                 position = positions[start + state // lanes]
-                low = max(base, position - window + 1) - base if window > 0 else 0
-                high = max(low, min(base + TILE, position + 1) - base)
-                _weigh(scores, low, high, scale, largest, weight_sums, sums, state)
+                lows[state] = max(base, position - window + 1) - base if window > 0 else 0
+                highs[state] = max(lows[state], min(base + TILE, position + 1) - base)
+                _weigh(scores, lows[state], highs[state], scale, largest, weight_sums, sums, state)
+            # Missing states keep the last one company, so that it is not added key by key.
+            lows[num_states:], highs[num_states:] = lows[num_states - 1], highs[num_states - 1]
             for run in range(base, base + TILE, RUN):
                 low, high = max(run, first_seen), min(run + RUN, end_seen)
                 if low < high:
@@ -191,9 +202,9 @@ def _attend(query, kv, scales, table, positions, item_rows, item_starts, item_en
                     if is_buffered:
                         value_scales = None if scales is None else scales[block, 1, kv_head]
                         _load(values, value_scales, low - run + offset, high - run + offset, rows)
-                        _add_values(sums, scores, low - base, rows, low - run, high - low)
+                        _add_values(sums, scores, lows, highs, low - base, rows, low - run, high - low)
                     else:
-                        _add_values(sums, scores, low - base, values, low - run + offset, high - low)
+                        _add_values(sums, scores, lows, highs, low - base, values, low - run + offset, high - low)
         for state in range(num_states):
             inverse = np.float32(1.0) / weight_sums[state]
             target = out[start + state // lanes, kv_head * lanes + state % lanes]

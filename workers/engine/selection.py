@@ -50,13 +50,17 @@ def _keep(ids, weights, wanted, by_mass):  # type: ignore[no-untyped-def]  # num
             # The first digit has no prefix: shifting by 32 bits is undefined.
             if top == 32 or keys[place] >> top == prefix:
                 measures[(keys[place] >> np.uint32(shift)) & mask] += np.float64(weights[place]) if by_mass else 1.0
-        digit = (1 << width) - 1
-        while digit >= 0 and before + measures[digit] < wanted:
-            before += measures[digit]
-            digit -= 1
-        if digit < 0:
+        border, reached = -1, before
+        for digit in range((1 << width) - 1, -1, -1):
+            if measures[digit] > 0.0:
+                border, before = digit, reached
+                reached += measures[digit]
+                if reached >= wanted:
+                    break
+        if top == 32 and reached < wanted:
             return ids, weights
-        prefix = np.uint32((prefix << np.uint32(width)) | np.uint32(digit))
+        # A later digit's sums may be rounded to just below what they reached together: then its last one it is.
+        prefix = np.uint32((prefix << np.uint32(width)) | np.uint32(border))
     is_kept = np.zeros(keys.shape[0], np.bool_)
     number = 0
     for place in range(keys.shape[0]):

@@ -93,9 +93,10 @@ def test_both_backends_are_the_definition(
 
 
 @pytest.mark.parametrize("window", [0, 7, 40])
-def test_a_query_has_the_same_bits_in_any_chunk_batch_and_block_size(window: int) -> None:
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (4, 2), (3, 1), (8, 2), (7, 1)])
+def test_a_query_has_the_same_bits_in_any_chunk_batch_and_block_size(window: int, heads: int, kv_heads: int) -> None:
     generator = torch.Generator().manual_seed(3)
-    length, heads, kv_heads, size = 150, 4, 2, 24
+    length, size = 150, 24
     query = torch.randn(length, heads, size, generator=generator)
     history = torch.randn(2, kv_heads, length + 42, size, generator=generator)
     results = []
@@ -119,6 +120,20 @@ def test_a_query_has_the_same_bits_in_any_chunk_batch_and_block_size(window: int
     for result in results[1:]:
         assert torch.equal(result, results[0])
     assert torch.isfinite(results[0]).all()
+
+
+@pytest.mark.parametrize("is_int8", [False, True])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("window", [0, 3])
+def test_a_value_that_is_not_finite_reaches_only_the_queries_that_see_it(
+    is_int8: bool, bad: float, window: int
+) -> None:
+    query, kv, step = make_case([(0, 8)], block_size=16, heads=4, kv_heads=1, size=16, window=window, seed=0)
+    block = int(step.groups[0].block_table[0, 0])
+    kv[block, 1, 0, 4] = bad
+    found = NumbaAttention().attend(query, quantize_rows(kv) if is_int8 else kv, step, 0, 0.25)
+    sees = [token >= 4 and (window == 0 or token < 4 + window) for token in range(8)]
+    assert (~torch.isfinite(found)).any(1).tolist() == sees
 
 
 def test_work_items_cover_every_token_once_in_tiles_of_one_row() -> None:

@@ -37,3 +37,17 @@ def test_a_vocabulary_of_equal_weights_keeps_the_lowest_ids() -> None:
     assert ids.tolist() == list(range(2500))
     ids, _ = keep_largest(np.ones(5000, np.float32), 7, 1.0, 0.0)
     assert ids.tolist() == list(range(7))
+
+
+def test_a_border_that_rounding_hides_is_found_in_every_digit() -> None:
+    # The same weights summed in other groups may be rounded to just under what was reached: never everything is kept.
+    rng = np.random.default_rng(4)
+    for _ in range(300):
+        weights = np.exp(rng.normal(scale=3.0, size=300)).astype(np.float32)
+        weights /= weights.max()
+        reached = np.cumsum(np.sort(weights.astype(np.float64))[::-1])
+        for count in (3, 50, 150):
+            top_p = float(reached[count] / reached[-1])
+            for shift in (-1, 0, 1):
+                ids, _ = keep_largest(weights, 0, top_p * (1 + shift * 2**-52), 0.0)
+                assert count <= len(ids) <= count + 3
