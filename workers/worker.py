@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from pdserve.cluster.base.clock import Clock
-from pdserve.cluster.base.config import TransferConfig
+from pdserve.cluster.base.config import TransferConfig, TransportKind
 from pdserve.cluster.base.errors import ChannelClosedError, InvalidRequestError, OverloadedError, ProtocolError
 from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.messages import (
@@ -36,6 +36,7 @@ from pdserve.cluster.base.request import FinishReason, Request, TokenDelta, fork
 from pdserve.cluster.base.timeline import Timelines
 from pdserve.cluster.base.wire import Channel, ChannelClient, ChannelServer, ChannelSettings
 from pdserve.cluster.base.worker_info import Endpoint, Role, WorkerInfo, WorkerLoad
+from pdserve.kvtransfer.transports.nixl import NixlAgent
 from pdserve.workers.engine.engine import Engine
 from pdserve.workers.engine.reservation import Reservation
 from pdserve.workers.engine_thread import EngineThread, StepResult
@@ -90,6 +91,7 @@ class Worker:
         self._counted = WorkerLoad()
         self._failure: str | None = None
         self._info: WorkerInfo | None = None
+        self._nixl = NixlAgent(settings.transfer.nixl_backend, self._is_receiving)
         self._thread = EngineThread(engine, self._publish, self._engine_failed)
         self._server = ChannelServer(settings.channel, self)
         self._controller = ControllerLink(self)
@@ -118,7 +120,10 @@ class Worker:
             channel=self._settings.channel,
             copier=self._settings.copier,
             clock=self._settings.clock,
+            nixl=self._nixl,
         )
+        if TransportKind.NIXL in settings.config.transports and info.role is not Role.MIXED:
+            await asyncio.to_thread(self._nixl.prepare)
         if info.role is Role.PREFILL:
             self._source = SourceService(self._engine, self._thread, settings, self._transfer_metrics)
             await self._source.start()
@@ -135,8 +140,12 @@ class Worker:
         await self._server.stop()
         if self._source is not None:
             await self._source.stop()
+        await asyncio.to_thread(self._nixl.close)
         if not await asyncio.to_thread(self._thread.stop, STOP_TIMEOUT_S):
             logger.error("the engine thread did not stop within %g s", STOP_TIMEOUT_S)
+
+    def _is_receiving(self) -> bool:
+        return self._sink is not None and self._sink.num_receiving > 0
 
     @property
     def num_live(self) -> int:

@@ -127,6 +127,7 @@ class TransportKind(StrEnum):
     """How KV travels between two workers."""
 
     SHM = "shm"
+    NIXL = "nixl"
     TCP = "tcp"
 
 
@@ -134,7 +135,10 @@ class TransferConfig(_Section):
     """The KV hand-off from prefill to decode workers."""
 
     transports: tuple[TransportKind, ...] = Field(default=(TransportKind.SHM, TransportKind.TCP), min_length=1)
-    """In this order; a link takes the first that both sides can use (shm: same machine and user)."""
+    """In this order; a link takes the first that both sides can use (shm: same machine and user; nixl: the `nixl`
+    package and its backend)."""
+    nixl_backend: str = "UCX"
+    """Backend of NIXL. UCX is tested, over host memory; others are passed through by name."""
     slot_bytes: int = Field(default=4 << 20, ge=64 << 10, le=1 << 30)
     """Size of a landing slot: the most that one chunk carries."""
     base_slots: int = Field(default=2, ge=1)

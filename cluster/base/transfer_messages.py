@@ -73,9 +73,10 @@ class LinkOffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkAttached:
-    """The sink has attached: the source may send its test pattern."""
+    """The sink has attached: the source may send its test pattern. `answer` is the transport's own text."""
 
     link_no: int
+    answer: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

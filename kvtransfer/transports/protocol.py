@@ -16,8 +16,8 @@ class SendTransport(Protocol):
     def address(self) -> str:
         """What the sink needs to attach."""
 
-    async def wait_attached(self) -> None:
-        """Return when the sink has attached."""
+    async def wait_attached(self, answer: str) -> None:
+        """Return when the sink has attached; `answer` is what its end said. Raises OSError or ProtocolError."""
 
     def buffer(self, slot: int) -> memoryview:
         """Return the bytes of a slot, to gather into."""
@@ -40,6 +40,9 @@ class SendTransport(Protocol):
 
 class ReceiveTransport(Protocol):
     """The sink's end."""
+
+    answer: str
+    """What the source's end needs to know once this one has attached."""
 
     async def attach(self) -> None:
         """Connect to the source. Raises OSError or ProtocolError."""

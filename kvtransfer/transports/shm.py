@@ -43,7 +43,7 @@ class ShmSender:
         self._is_closed = False
         self.address = f"{os.getpid()}:{self._fd}:{size}:{nonce.hex()}"
 
-    async def wait_attached(self) -> None:
+    async def wait_attached(self, answer: str) -> None:
         """See SendTransport: the sink's message is enough."""
 
     def buffer(self, slot: int) -> memoryview:
@@ -75,6 +75,8 @@ class ShmSender:
 
 class ShmReceiver:
     """The sink's end."""
+
+    answer = ""
 
     def __init__(self, address: str, slots: LandingSlots) -> None:
         self._address = address

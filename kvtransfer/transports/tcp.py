@@ -122,7 +122,7 @@ class TcpSender:
         self._is_closed = False
         self.address = f"{listener.host}|{listener.port}|{key}"
 
-    async def wait_attached(self) -> None:
+    async def wait_attached(self, answer: str) -> None:
         """See SendTransport."""
         try:
             self._socket = await asyncio.wait_for(self._connected, CONNECT_S)
@@ -174,6 +174,8 @@ class TcpSender:
 
 class TcpReceiver:
     """The sink's end: a thread that reads headers and lands their bytes."""
+
+    answer = ""
 
     def __init__(
         self,

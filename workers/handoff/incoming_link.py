@@ -9,9 +9,11 @@ from pdserve.cluster.base.transfer_messages import Chunk, LinkOffer
 from pdserve.kvtransfer.landing import LandingThread
 from pdserve.kvtransfer.link import LinkEvent, LinkLife, LinkState
 from pdserve.kvtransfer.slots import LandingSlots
+from pdserve.kvtransfer.transports.nixl import NixlReceiver
 from pdserve.kvtransfer.transports.protocol import ReceiveTransport
 from pdserve.kvtransfer.transports.shm import ShmReceiver
 from pdserve.kvtransfer.transports.tcp import TcpReceiver
+from pdserve.workers.handoff.settings import HandoffSettings
 
 MAX_SLOTS = 4096
 MAX_SLOT_BYTES = 1 << 30
@@ -30,19 +32,17 @@ class IncomingLink:
         self._slots: LandingSlots | None = None
         self._fenced: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def attach(self, offer: LinkOffer, token: bytes, on_broken: Callable[[str], None]) -> None:
-        """Connect to what the source offers. Raises OSError or ProtocolError. `on_broken` runs on any thread."""
+    async def attach(self, offer: LinkOffer, settings: HandoffSettings, on_broken: Callable[[str], None]) -> str:
+        """Connect to what the source offers; return what it needs to know. Raises OSError or ProtocolError.
+
+        `on_broken` runs on any thread.
+        """
         if self._receiver is not None:
             raise ProtocolError(f"link {self.link_no} was offered twice")
         if not (0 < offer.num_slots <= MAX_SLOTS and 0 < offer.slot_bytes <= MAX_SLOT_BYTES):
             raise ProtocolError(f"a link of {offer.num_slots} slots of {offer.slot_bytes} bytes")
         self._slots = LandingSlots(num_slots=offer.num_slots, slot_bytes=offer.slot_bytes)
-        if self.transport is TransportKind.SHM:
-            receiver: ReceiveTransport = ShmReceiver(offer.address, self._slots)
-        else:
-            receiver = TcpReceiver(
-                offer.address, token, self._slots, link_no=self.link_no, on_chunk=self._landed, on_broken=on_broken
-            )
+        receiver = self._make_receiver(offer, self._slots, settings, on_broken)
         # Known before it attaches, so that whatever it holds is freed.
         self._receiver = receiver
         await receiver.attach()
@@ -53,6 +53,27 @@ class IncomingLink:
             receiver.close()
             await receiver.free()
             raise ProtocolError("the link was given up while it attached")
+        return receiver.answer
+
+    def _make_receiver(
+        self, offer: LinkOffer, slots: LandingSlots, settings: HandoffSettings, on_broken: Callable[[str], None]
+    ) -> ReceiveTransport:
+        match self.transport:
+            case TransportKind.SHM:
+                return ShmReceiver(offer.address, slots)
+            case TransportKind.NIXL:
+                return NixlReceiver(
+                    settings.nixl, slots, link_no=self.link_no, on_chunk=self._landed, on_broken=on_broken
+                )
+            case TransportKind.TCP:
+                return TcpReceiver(
+                    offer.address,
+                    settings.channel.token,
+                    slots,
+                    link_no=self.link_no,
+                    on_chunk=self._landed,
+                    on_broken=on_broken,
+                )
 
     def header_received(self, header: Chunk) -> None:
         """A header came over the control channel (shm): its bytes are in their slot. Raises ProtocolError."""

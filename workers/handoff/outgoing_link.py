@@ -10,6 +10,7 @@ from pdserve.cluster.base.wire import Channel
 from pdserve.kvtransfer.link import LinkEvent, LinkLife, LinkState
 from pdserve.kvtransfer.sender import ChunkSender, SenderEvents
 from pdserve.kvtransfer.slots import SlotLedger, SlotPool
+from pdserve.kvtransfer.transports.nixl import NixlSender
 from pdserve.kvtransfer.transports.protocol import SendTransport
 from pdserve.kvtransfer.transports.shm import ShmSender
 from pdserve.kvtransfer.transports.tcp import TcpListener, TcpSender
@@ -59,6 +60,8 @@ class OutgoingLink:
             raise ProtocolError(f"transport {self.transport_name!r} is not offered here")
         if self.transport_name == TransportKind.SHM:
             return ShmSender(slot_bytes=config.slot_bytes, num_slots=config.max_slots_per_link)
+        if self.transport_name == TransportKind.NIXL:
+            return NixlSender(settings.nixl, slot_bytes=config.slot_bytes, num_slots=config.max_slots_per_link)
         key = f"{settings.incarnation}-{id(self.channel):x}-{self.link_no}"
         return TcpSender(listener, key, slot_bytes=config.slot_bytes)
 
@@ -87,9 +90,9 @@ class OutgoingLink:
             raise ProtocolError(f"link {self.link_no} was attached to twice")
         self._is_awaited = True
 
-    async def begin_test(self) -> None:
-        """The sink has attached: start the sender and let it send the test pattern. Raises OSError."""
-        await self._transport.wait_attached()
+    async def begin_test(self, answer: str) -> None:
+        """The sink has attached: start the sender and let it send the test pattern. Raises OSError or ProtocolError."""
+        await self._transport.wait_attached(answer)
         if self.life.state is not LinkState.OPENING:
             return  # it was closed meanwhile
         self.life.apply(LinkEvent.ATTACHED)

@@ -7,6 +7,7 @@ from pdserve.cluster.base.config import TransferConfig
 from pdserve.cluster.base.ids import Incarnation, WorkerId
 from pdserve.cluster.base.kv_layout import KVLayout
 from pdserve.cluster.base.wire import ChannelSettings
+from pdserve.kvtransfer.transports.nixl import NixlAgent
 from pdserve.workers.kv.copy import BlockCopier
 
 TICK_S = 0.25
@@ -28,6 +29,7 @@ class HandoffSettings:
     channel: ChannelSettings
     copier: BlockCopier
     clock: Clock
+    nixl: NixlAgent
 
     @property
     def layout(self) -> KVLayout:

@@ -92,18 +92,18 @@ class SinkConnection:
         self._links[link_no] = link
         self.post(link.offer(self._settings))
 
-    def attached(self, link_no: int) -> None:
+    def attached(self, link_no: int, answer: str) -> None:
         """The sink has attached: test the link, if it is still open. Raises ProtocolError if it said so before."""
         link = self._links.get(link_no)
         if link is None:
             return  # it was closed meanwhile
         link.expect_test()
-        self._tasks.start(self._test(link))
+        self._tasks.start(self._test(link, answer))
 
-    async def _test(self, link: OutgoingLink) -> None:
+    async def _test(self, link: OutgoingLink, answer: str) -> None:
         try:
-            await link.begin_test()
-        except OSError as error:
+            await link.begin_test(answer)
+        except (OSError, ProtocolError) as error:
             self.close_link(link.link_no, str(error), tell_sink=True)
 
     def close_link(self, link_no: int, reason: str, *, tell_sink: bool) -> None:

@@ -275,6 +275,7 @@ class SinkService:
         num_held = prefill.coverage.num_held(prefill.num_tokens) if prefill.needs_kv else 0
         held = f", {num_held} tokens held" if num_held else ""
         prefill.timeline.mark(f"asked {peer.info.worker_id} over {peer.link.transport}{held}")
+        settings.nixl.wake()
         peer.post(
             Prefill(
                 transfer=transfer,

@@ -196,12 +196,12 @@ class SourcePeer:
             self._loop.call_soon_threadsafe(self._give_up, link, reason)
 
         try:
-            await link.attach(offer, self._settings.channel.token, broken)
+            answer = await link.attach(offer, self._settings, broken)
         except (OSError, ProtocolError) as error:
             self._give_up(link, str(error))
             return
         if link is self._link:
-            self.post(LinkAttached(link_no=link.link_no))
+            self.post(LinkAttached(link_no=link.link_no, answer=answer))
 
     def test_verified(self, header: Chunk, *, is_right: bool) -> None:
         """The test pattern came through, or did not."""

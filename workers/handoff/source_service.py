@@ -154,8 +154,8 @@ class SourceService:
             match message:
                 case OpenLink():
                     sink.open_link(message)
-                case LinkAttached(link_no=link_no):
-                    sink.attached(link_no)
+                case LinkAttached(link_no=link_no, answer=answer):
+                    sink.attached(link_no, answer)
                 case CloseLink(link_no=link_no, reason=reason):
                     sink.close_link(link_no, reason, tell_sink=False)
                 case Prefill():

@@ -2,16 +2,37 @@
 
 import asyncio
 import os
-from collections.abc import Callable
+import queue
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from pdserve.cluster.base.errors import ProtocolError
+from pdserve.cluster.base.transfer_messages import Chunk
 from pdserve.kvtransfer.pattern import pattern
 from pdserve.kvtransfer.slots import LandingSlots
+from pdserve.kvtransfer.transports.nixl import NixlAgent, NixlReceiver, NixlSender
 from pdserve.kvtransfer.transports.shm import ShmReceiver, ShmSender
 
 SLOTS = LandingSlots(num_slots=2, slot_bytes=5000)
+
+
+def make_header(slot: int, *, seq: int = 0, link_no: int = 7, num_bytes: int = 5000) -> Chunk:
+    return Chunk(
+        link_no=link_no,
+        seq=seq,
+        slot=slot,
+        transfer=None,
+        group=0,
+        first_layer=0,
+        end_layer=0,
+        first_token=0,
+        end_token=0,
+        num_bytes=num_bytes,
+        checksum=0,
+        num_resends=0,
+        is_void=False,
+    )
 
 
 def attach(address: str) -> ShmReceiver:
@@ -72,3 +93,91 @@ def test_the_pattern_tells_sequence_numbers_and_places_apart() -> None:
     assert len(pattern(3, 5000)) == 5000
     assert pattern(3, 5000) != pattern(4, 5000)
     assert pattern(3, 5000)[:1000] != pattern(3, 5000)[1000:2000]
+
+
+class NixlPair:
+    """Both ends of a NIXL link, on agents of their own."""
+
+    def __init__(self) -> None:
+        self.source, self.sink = NixlAgent(), NixlAgent()
+        self.slots = LandingSlots(num_slots=2, slot_bytes=5000)
+        self.landed: queue.Queue[Chunk] = queue.Queue()
+        self.broken: queue.Queue[str] = queue.Queue()
+        self.sender = NixlSender(self.source, slot_bytes=5000, num_slots=2)
+        self.receiver = NixlReceiver(
+            self.sink, self.slots, link_no=7, on_chunk=self.landed.put, on_broken=self.broken.put
+        )
+        asyncio.run(self.receiver.attach())
+        asyncio.run(self.sender.wait_attached(self.receiver.answer))
+
+    def close(self) -> None:
+        """Close both ends and their agents."""
+        self.sender.close()
+        self.sender.free()
+        self.receiver.close()
+        asyncio.run(self.receiver.free())
+        self.source.close()
+        self.sink.close()
+
+
+@pytest.fixture
+def nixl() -> Iterator[NixlPair]:
+    pair = NixlPair()
+    yield pair
+    pair.close()
+
+
+def test_nixl_carries_bytes_and_announces_each_write(nixl: NixlPair) -> None:
+    for round_no in range(3):
+        for slot in (0, 1):
+            nixl.sender.buffer(slot)[:5000] = pattern(round_no * 2 + slot, 5000)
+            nixl.sender.send(make_header(slot, seq=round_no * 2 + slot))
+        for slot in (0, 1):
+            header = nixl.landed.get(timeout=5)
+            assert (header.slot, header.seq) == (slot, round_no * 2 + slot)
+            assert nixl.receiver.body(slot, 5000) == pattern(header.seq, 5000)
+            nixl.slots.vacate(slot)
+    assert nixl.broken.empty()
+
+
+def test_a_nixl_write_into_an_occupied_slot_breaks_the_link(nixl: NixlPair) -> None:
+    # I2
+    nixl.sender.send(make_header(0))
+    nixl.landed.get(timeout=5)
+    nixl.sender.send(make_header(0, seq=1))
+    assert "not credited" in nixl.broken.get(timeout=5)
+    assert nixl.landed.empty()
+
+
+def test_nothing_is_written_into_a_fenced_landing_region() -> None:
+    # I1, I7: the source has not heard of the end; the addresses stay taken, and nobody can store there.
+    nixl = NixlPair()
+    nixl.receiver.close()
+    asyncio.run(nixl.receiver.free())
+    with pytest.raises(BrokenPipeError):
+        nixl.sender.send(make_header(1))
+    assert nixl.landed.empty()
+    nixl.sender.close()
+    nixl.sender.free()
+    nixl.source.close()
+    nixl.sink.close()
+
+
+@pytest.mark.parametrize(
+    "answer", ["", "nonsense", "00:1:2:zz", f"{'00' * 16}:-5:8192:00", f"{'00' * 15}:4096:8192:00"]
+)
+def test_a_malformed_nixl_answer_is_refused(answer: str) -> None:
+    agent = NixlAgent()
+    sender = NixlSender(agent, slot_bytes=5000, num_slots=2)
+    with pytest.raises(ProtocolError, match="malformed"):
+        asyncio.run(sender.wait_attached(answer))
+    sender.close()
+    sender.free()
+    agent.close()
+
+
+def test_a_backend_that_does_not_exist_is_an_error_that_names_those_that_do() -> None:
+    agent = NixlAgent("NOPE")
+    with pytest.raises(OSError, match=r"NIXL has no backend NOPE here; it has .*UCX"):
+        agent.get()
+    agent.close()
