@@ -127,6 +127,8 @@ class NixlAgent:
         self._wake.set()
         if poller is not None:
             poller.join()
+        with self._lock:
+            self._made = None
 
     def _poll(self) -> None:
         agent = self.get()
@@ -178,7 +180,7 @@ class _Region:
     def __init__(self, agent: NixlAgent, *, slot_bytes: int, num_slots: int) -> None:
         self.stride = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.num_slots = num_slots
-        self._library = agent.get()
+        self._library: Any = agent.get()
         self._memory = mmap.mmap(-1, self.stride * num_slots)
         self.view = memoryview(self._memory)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
@@ -199,6 +201,7 @@ class _Region:
     def deregister(self) -> None:
         """The library does not use it any more."""
         self._library.deregister_memory(self._registered)
+        self._library = None
 
     def fence(self) -> None:
         """Give back the pages and forbid any access; the addresses stay taken for as long as the object lives."""

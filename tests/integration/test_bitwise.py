@@ -99,9 +99,11 @@ def test_the_demo_model_has_the_same_bits_in_any_batch(
 ) -> None:
     assembled = with_kv(demo_models(linear), kv_dtype)
     assert assembled.numerics.numerics_class is NumericsClass.BITWISE, assembled.numerics.note
+    # Past the window of 512 for the default kind; the others differ from it in their products only.
+    longest = 600 if linear is LinearKind.FP16 else 130
     requests = [
         make_request(str(seed), prompt, temperature=0.9, seed=seed, max_tokens=4)
-        for seed, prompt in enumerate(prompts_of((5, 40, 600), vocab_size=200000), start=1)
+        for seed, prompt in enumerate(prompts_of((5, 40, longest), vocab_size=200000), start=1)
     ]
     expected, texts = alone(assembled, requests)
     for block_size, chunk, threads in ((32, 33, 1), (16, 512, 2)):
