@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from pdserve.cluster.base.config import LinearKind
 from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.cluster.base.worker_info import NumericsClass
 from pdserve.workers.assembly import AssembledEngine
+from pdserve.workers.engine.strategies import Fair, Priority, ShortestPrefill, Strategy
 from support.bits import KINDS, alone, assert_same_bits, make_seeded_requests, record, recording_engine, with_kv
 from support.checkpoints import FAMILIES
 from support.engines import make_engine, make_request, prompts_of, run
@@ -82,6 +84,21 @@ def test_cached_prefixes_change_no_bit(
         found_texts |= run(engine, batch)
     assert engine.scheduler.num_cached_prompt_tokens > 144
     assert_same_bits(runner.logits, expected)
+    assert found_texts == texts
+
+
+@pytest.mark.parametrize("make_strategy", [Priority, lambda: ShortestPrefill(20.0), lambda: Fair({"a": 2.0})])
+def test_no_strategy_changes_a_bit(tiny_checkpoints: dict[str, Path], make_strategy: Callable[[], Strategy]) -> None:
+    # In a pool that is too small, so that sequences are put back, each in the strategy's order.
+    assembled = make_engine(tiny_checkpoints["gemma3"])
+    requests = [
+        replace(request, priority=-number, tenant="ab"[number % 2])
+        for number, request in enumerate(make_seeded_requests((14, 20, 31, 40), max_tokens=50))
+    ]
+    expected, texts = alone(assembled, requests)
+    found, found_texts, engine = record(assembled, requests, make_strategy(), num_blocks=14, max_batch_tokens=48)
+    assert engine.scheduler.num_preemptions > 0
+    assert_same_bits(found, expected)
     assert found_texts == texts
 
 

@@ -16,6 +16,7 @@ from pdserve.workers.engine.engine import Engine
 from pdserve.workers.engine.plan import StepOutput, StepPlan
 from pdserve.workers.engine.sampler import sample_rows
 from pdserve.workers.engine.scheduler import SchedulerSettings
+from pdserve.workers.engine.strategies import Strategy
 from pdserve.workers.kv.host_tier import HostTier
 from pdserve.workers.kv.store import KVStore, row_bytes
 from pdserve.workers.model.runner import OnLayer, TransformerRunner
@@ -61,6 +62,7 @@ def plain_engine(
     num_blocks: int = 96,
     host_blocks: int = 0,
     has_prefix_cache: bool = True,
+    strategy: Strategy | None = None,
 ) -> Engine:
     """Return a fresh engine over the same loaded model; its KV is NaN wherever nothing was written."""
     model = assembled.model
@@ -87,6 +89,7 @@ def plain_engine(
         layout=layout,
         num_blocks=counts,
         clock=ManualClock(),
+        strategy=strategy,
         host=HostTier(store, [host_blocks] * len(counts), ManualClock()) if host_blocks else None,
     )
 
@@ -99,9 +102,11 @@ def with_kv(assembled: AssembledEngine, kv_dtype: KVDtype) -> AssembledEngine:
     return replace(assembled, store=store)
 
 
-def recording_engine(assembled: AssembledEngine, **limits: int) -> tuple[Engine, RecordingRunner, KVStore]:
+def recording_engine(
+    assembled: AssembledEngine, strategy: Strategy | None = None, **limits: int
+) -> tuple[Engine, RecordingRunner, KVStore]:
     """Return such an engine that records logits, with its recorder and its store."""
-    engine = plain_engine(assembled, **limits)
+    engine = plain_engine(assembled, strategy=strategy, **limits)
     assert isinstance(engine.runner, TransformerRunner)
     store = engine.runner.store
     recorder = RecordingRunner(engine.runner)
@@ -110,10 +115,10 @@ def recording_engine(assembled: AssembledEngine, **limits: int) -> tuple[Engine,
 
 
 def record(
-    assembled: AssembledEngine, requests: Sequence[Request], **limits: int
+    assembled: AssembledEngine, requests: Sequence[Request], strategy: Strategy | None = None, **limits: int
 ) -> tuple[Logits, dict[str, list[int]], Engine]:
     """Run requests on a fresh engine; return logits and texts."""
-    engine, runner, _ = recording_engine(assembled, **limits)
+    engine, runner, _ = recording_engine(assembled, strategy, **limits)
     texts = run(engine, requests)
     assert engine.pool.is_all_free
     return runner.logits, texts, engine
