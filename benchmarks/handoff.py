@@ -54,7 +54,6 @@ from pdserve.workers.model.source import prepare_model
 LAYOUT = KVLayout(
     model_digest="null",
     kv_dtype=KVDtype.FLOAT32,
-    row_bytes=1024,
     block_size=16,
     num_kv_heads=1,
     head_dim=256,

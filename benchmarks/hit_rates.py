@@ -25,7 +25,6 @@ BLOCK_TOKENS = 512
 LAYOUT = KVLayout(
     model_digest="trace",
     kv_dtype=KVDtype.FLOAT32,
-    row_bytes=8,
     block_size=BLOCK_TOKENS,
     num_kv_heads=1,
     head_dim=2,

@@ -180,7 +180,7 @@ async def _serve(
         return controller
 
     settings = WorkerSettings(
-        host=HOST, channel=channel, transfer=transfer, copier=copier, max_waiting=1024, clock=SystemClock()
+        host=HOST, channel=channel, transfer=transfer, copiers=(copier,), max_waiting=1024, clock=SystemClock()
     )
     worker = Worker(engine, settings, describe, resolve)
     await worker.start()

@@ -27,7 +27,6 @@ LIMITS_US = {1: 50.0, 16: None, 64: None, 256: 1000.0}
 LAYOUT = KVLayout(
     model_digest="benchmark",
     kv_dtype=KVDtype.FLOAT32,
-    row_bytes=1024,
     block_size=16,
     num_kv_heads=1,
     head_dim=256,

@@ -199,8 +199,12 @@ class Launch:
             return False
         ready = [worker for worker in workers if worker.state is WorkerState.READY]
         wanted = self._config.workers
-        num_links = sum(link.state == "open" for worker in ready for link in worker.load.links)
-        return len(ready) >= wanted.total and num_links >= wanted.decode * wanted.prefill
+        num_pairs = sum(
+            len({link.peer for link in worker.load.links})
+            for worker in ready
+            if all(link.state == "open" for link in worker.load.links)
+        )
+        return len(ready) >= wanted.total and num_pairs >= wanted.decode * wanted.prefill
 
     def _wait_ready(self, record: DeploymentRecord) -> None:
         """Wait until the ingress says that a worker is ready, and every worker of the configuration serves.

@@ -75,8 +75,16 @@ def status_table(record: DeploymentRecord, status: ClusterStatus) -> RenderableT
     for view in status.workers:
         for link in view.load.links:
             size = f"{link.num_bytes / (1 << 20):.1f} MiB"
+            has_ranks = any(other.source_rank or other.sink_rank for other in view.load.links)
+            ranks = (f" rank {link.sink_rank}", f" rank {link.source_rank}") if has_ranks else ("", "")
             links.add_row(
-                view.info.worker_id, link.peer, link.transport, link.state, str(link.num_transfers), size, link.note
+                view.info.worker_id + ranks[0],
+                link.peer + ranks[1],
+                link.transport,
+                link.state,
+                str(link.num_transfers),
+                size,
+                link.note,
             )
     lines = [Text(f"controller pid {status.controller_pid}")]
     lines += [

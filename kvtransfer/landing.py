@@ -1,4 +1,4 @@
-"""The thread of a worker's sink end: verifies landed chunks and scatters them into bound blocks. One per worker.
+"""The thread of a rank's sink end: verifies landed chunks and scatters them into bound blocks. One per rank.
 
 Everything about bindings happens on this one thread, in the order in which it was asked for: so a chunk that comes
 before BIND waits, and UNBIND is answered when no copy into those blocks is in hand. The thread decides nothing about a
@@ -11,8 +11,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pdserve.cluster.base.kv_layout import ChunkRange
 from pdserve.cluster.base.transfer_messages import Chunk, TransferId
-from pdserve.kvtransfer.layout import ChunkRange
 from pdserve.kvtransfer.pattern import pattern
 
 logger = logging.getLogger(__name__)
@@ -25,10 +25,10 @@ SCATTER_FAILED = "scatter failed"
 class ScatterTarget(Protocol):
     """Where a transfer's chunks go."""
 
-    def refuse(self, chunk: ChunkRange, num_bytes: int) -> str | None:
+    def refuse(self, stream_no: int, chunk: ChunkRange, num_bytes: int) -> str | None:
         """Return why a chunk cannot belong to the transfer (range, size); None if it can."""
 
-    def scatter(self, chunk: ChunkRange, body: memoryview) -> int:
+    def scatter(self, stream_no: int, chunk: ChunkRange, body: memoryview) -> int:
         """Copy the body into the blocks; return its checksum."""
 
 
@@ -189,11 +189,11 @@ class LandingThread:
 
     def _land(self, landed: _Landed) -> None:
         header = landed.header
-        if header.transfer is None:
+        if header.cargo is None:
             body = landed.bodies.body(header.slot, header.num_bytes)
             self._events.test_verified(header, body == pattern(header.seq, header.num_bytes))
             return
-        binding = self._bindings.get(header.transfer)
+        binding = self._bindings.get(header.cargo.transfer)
         if binding is None or header.is_void:
             self._events.chunk_dropped(header)
         elif binding.target is None:
@@ -202,30 +202,20 @@ class LandingThread:
             self._scatter(landed, binding.target)
 
     def _scatter(self, landed: _Landed, target: ScatterTarget) -> None:
-        header = landed.header
-        chunk = range_of(header)
-        reason = target.refuse(chunk, header.num_bytes)
+        header, cargo = landed.header, landed.header.cargo
+        assert cargo is not None, "test patterns have no target"
+        reason = target.refuse(header.stream_no, cargo.range, header.num_bytes)
         if reason is None:
             try:
-                checksum = target.scatter(chunk, landed.bodies.body(header.slot, header.num_bytes))
+                body = landed.bodies.body(header.slot, header.num_bytes)
+                checksum = target.scatter(header.stream_no, cargo.range, body)
             except Exception:
                 # The barrier of this thread: the chunk is refused, its transfer decides (I13).
                 logger.exception("scatter failed")
                 reason = SCATTER_FAILED
             else:
-                reason = None if checksum == header.checksum else CHECKSUM
+                reason = None if checksum == cargo.checksum else CHECKSUM
         if reason is None:
             self._events.chunk_scattered(header)
         else:
             self._events.chunk_refused(header, reason)
-
-
-def range_of(header: Chunk) -> ChunkRange:
-    """Return which KV a chunk header announces."""
-    return ChunkRange(
-        group=header.group,
-        first_layer=header.first_layer,
-        end_layer=header.end_layer,
-        first_token=header.first_token,
-        end_token=header.end_token,
-    )

@@ -1,7 +1,9 @@
 """The thread of a link's source end: waits for a chunk and a slot, gathers, sends. One per link.
 
-The forward pass only announces chunks (`submit`); it never waits for a slot. A send buffer is held from gathering until
-the sink's CREDIT, so a NACK is answered from it. After an abort a chunk that was begun still gets its header, void.
+The forward pass only announces chunks (`submit`); it never waits for a slot. A send buffer is held from gathering
+until the sink's CREDIT, so a NACK is answered from it. After an abort a chunk that was begun still gets its header,
+void. When the link breaks, what it has not delivered goes back to its stream, the chunks in its slots with their bytes:
+the next link sends them.
 """
 
 import logging
@@ -11,8 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from pdserve.cluster.base.clock import Clock
-from pdserve.cluster.base.transfer_messages import Chunk, TransferId
-from pdserve.kvtransfer.layout import ChunkRange
+from pdserve.cluster.base.transfer_messages import Cargo, Chunk
 from pdserve.kvtransfer.pattern import pattern
 from pdserve.kvtransfer.slots import SlotLedger
 from pdserve.kvtransfer.transports.protocol import SendTransport
@@ -23,36 +24,58 @@ MAX_RESENDS = 2
 
 
 class OutgoingChunk(Protocol):
-    """A chunk that is ready to be gathered. Its source blocks hold a reference until `release` (I4)."""
+    """A chunk that is ready to be sent. What it is copied from holds a reference until `release` (I4)."""
 
-    transfer: TransferId
-    range: ChunkRange
     num_bytes: int
+    was_sent: bool
+    """True if another link has sent it already."""
 
     @property
     def is_void(self) -> bool:
         """True once the transfer has ended: nobody wants the bytes."""
 
-    def gather(self, buffer: memoryview) -> int:
-        """Copy the bytes; return their checksum."""
+    def load(self, buffer: memoryview) -> Cargo:
+        """Copy the bytes into a slot; return what they are, with their checksum."""
 
     def release(self) -> None:
-        """Drop the reference to the blocks."""
+        """Drop the reference to what `load` copies from. Called once, after `load` or instead of it."""
 
 
 class SenderEvents(Protocol):
     """What the sender tells its owner; called on the sender's thread."""
 
-    def chunk_sent(self, header: Chunk, stall_s: float) -> None:
-        """A chunk is on its way; it had waited `stall_s` for a slot."""
+    def chunk_sent(self, header: Chunk, stall_s: float, *, is_first: bool) -> None:
+        """A chunk is on its way; it had waited `stall_s` for a slot. Not `is_first`: it was sent before."""
 
     def link_broken(self, reason: str) -> None:
         """The link cannot send any more, or a chunk failed its last resend."""
 
+    def left_over(self, chunks: list[OutgoingChunk]) -> None:
+        """The thread's last act: what the link did not deliver."""
 
-@dataclass(frozen=True, slots=True)
-class _Resend:
-    header: Chunk
+
+class HeldChunk:
+    """What was in a slot of a link that broke: not credited. See OutgoingChunk."""
+
+    def __init__(self, origin: OutgoingChunk, cargo: Cargo, body: bytes, *, was_sent: bool) -> None:
+        self.num_bytes = len(body)
+        self.was_sent = was_sent
+        self._origin = origin
+        self._cargo = cargo
+        self._body = body
+
+    @property
+    def is_void(self) -> bool:
+        """See OutgoingChunk."""
+        return self._origin.is_void
+
+    def load(self, buffer: memoryview) -> Cargo:
+        """See OutgoingChunk."""
+        buffer[: self.num_bytes] = self._body
+        return self._cargo
+
+    def release(self) -> None:
+        """See OutgoingChunk: the bytes are its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +84,23 @@ class _Ready:
     time: float
 
 
+@dataclass(slots=True)
+class _InSlot:
+    """A chunk that lies in a slot: on its way, or waiting to be sent again."""
+
+    chunk: OutgoingChunk
+    header: Chunk
+    was_sent: bool
+    """True once `chunk_sent` was called for it, by this link or one before."""
+
+
 class ChunkSender:
     """Owns a link's slots and its thread."""
 
     def __init__(
         self,
         link_no: int,
+        stream_no: int,
         transport: SendTransport,
         ledger: SlotLedger,
         events: SenderEvents,
@@ -75,6 +109,7 @@ class ChunkSender:
         test_bytes: int,
     ) -> None:
         self._link_no = link_no
+        self._stream_no = stream_no
         self._transport = transport
         self._ledger = ledger
         self._events = events
@@ -82,7 +117,8 @@ class ChunkSender:
         self._test_bytes = test_bytes
         self._wake = threading.Condition()
         self._ready: deque[_Ready] = deque()
-        self._resends: deque[_Resend] = deque()
+        self._resends: deque[_InSlot] = deque()
+        self._in_flight: dict[int, _InSlot] = {}
         self._wants_test = False
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name=f"link {link_no}", daemon=True)
@@ -91,14 +127,14 @@ class ChunkSender:
         """Start the thread."""
         self._thread.start()
 
-    def submit(self, chunk: OutgoingChunk) -> None:
-        """Announce a chunk; from any thread. On a closed link it is released at once."""
+    def submit(self, chunk: OutgoingChunk) -> bool:
+        """Announce a chunk; from any thread. False on a closed link, which does not take it."""
         with self._wake:
-            if not self._is_closing:
-                self._ready.append(_Ready(chunk, self._clock.now()))
-                self._wake.notify()
-                return
-        chunk.release()
+            if self._is_closing:
+                return False
+            self._ready.append(_Ready(chunk, self._clock.now()))
+            self._wake.notify()
+            return True
 
     def drop_void(self) -> None:
         """Release the chunks of ended transfers now, also while no slot is free."""
@@ -118,6 +154,7 @@ class ChunkSender:
         """The sink has done with a chunk. Raises ProtocolError for one that is not outstanding."""
         with self._wake:
             header = self._ledger.credited(seq, slot)
+            self._in_flight.pop(seq, None)
             self._wake.notify()
             return header
 
@@ -125,14 +162,17 @@ class ChunkSender:
         """The sink could not verify a chunk: send it again, or end the link. Raises ProtocolError."""
         with self._wake:
             header = self._ledger.refused(seq, slot)
-            if header.num_resends < MAX_RESENDS:
-                self._resends.append(_Resend(header))
-                self._wake.notify()
-            else:
+            held = self._in_flight.pop(seq, None)
+            if held is None:
+                # The test pattern, which no sink refuses.
                 self._ledger.put_back(slot)
-                self._is_closing = True
-                self._wake.notify()
-                self._events.link_broken(f"a chunk failed {1 + MAX_RESENDS} times")
+                return
+            self._resends.append(held)
+            self._wake.notify()
+            if header.num_resends < MAX_RESENDS:
+                return
+            self._is_closing = True
+        self._events.link_broken(f"a chunk failed {1 + MAX_RESENDS} times")
 
     def give_back_idle(self) -> None:
         """Return borrowed slots, and their memory, if the link is idle."""
@@ -162,7 +202,7 @@ class ChunkSender:
         return 0.0 if oldest is None else self._clock.now() - oldest
 
     def close(self) -> None:
-        """Break the link and end the thread; returns at once. What was announced is released by the thread."""
+        """Break the link and end the thread; returns at once. What was announced goes to `left_over`."""
         with self._wake:
             self._is_closing = True
             self._wake.notify()
@@ -194,14 +234,24 @@ class ChunkSender:
         self._clean_up()
 
     def _clean_up(self) -> None:
+        self._transport.close()
         with self._wake:
             self._is_closing = True
+            in_slots = [*self._in_flight.values(), *self._resends]
             ready, self._ready = list(self._ready), deque()
+            self._in_flight.clear()
+            self._resends.clear()
             self._ledger.close()
-        for item in ready:
-            item.chunk.release()
-        self._transport.close()
+        chunks = [chunk for item in in_slots if (chunk := self._hold(item)) is not None]
         self._transport.free()
+        self._events.left_over([*chunks, *(item.chunk for item in ready)])
+
+    def _hold(self, item: _InSlot) -> OutgoingChunk | None:
+        header = item.header
+        if header.cargo is None or item.chunk.is_void:
+            return None
+        body = bytes(self._transport.buffer(header.slot)[: header.num_bytes])
+        return HeldChunk(item.chunk, header.cargo, body, was_sent=item.was_sent)
 
     def _step(self) -> bool:
         """Do one thing; False when the link closes."""
@@ -210,21 +260,31 @@ class ChunkSender:
                 if self._is_closing:
                     return False
                 self._wake.wait()
-        if self._is_closing:
-            if isinstance(work, tuple) and work[0] is not None:
-                work[0].chunk.release()
-            return False
-        if isinstance(work, _Resend):
-            self._transmit(replace(work.header, seq=self._draw_seq(), num_resends=work.header.num_resends + 1), 0.0)
-            return True
+            if self._is_closing:
+                self._put_back(work)
+                return False
+        self._carry_out(work)
+        return True
+
+    def _carry_out(self, work: "_Work") -> None:
+        if isinstance(work, _InSlot):
+            work.header = replace(work.header, seq=self._draw_seq(), num_resends=work.header.num_resends + 1)
+            self._transmit(work, 0.0)
+            return
         ready, slot = work
         if ready is None:
             self._transmit_test(slot)
         else:
-            self._gather_and_transmit(ready, slot)
-        return True
+            self._load_and_transmit(ready, slot)
 
-    def _next_work(self) -> _Resend | tuple[_Ready | None, int] | None:
+    def _put_back(self, work: "_Work") -> None:
+        """The link closes: what was taken to be sent is left over too. Under the lock."""
+        if isinstance(work, _InSlot):
+            self._resends.append(work)
+        elif work[0] is not None:
+            self._ready.appendleft(work[0])
+
+    def _next_work(self) -> "_Work | None":
         """Return a resend, the test pattern (no chunk) or a chunk, each with its slot. Under the lock."""
         while self._ready and self._ready[0].chunk.is_void:
             self._ready.popleft().chunk.release()
@@ -240,60 +300,47 @@ class ChunkSender:
             return None, slot
         return self._ready.popleft(), slot
 
-    def _gather_and_transmit(self, ready: _Ready, slot: int) -> None:
+    def _load_and_transmit(self, ready: _Ready, slot: int) -> None:
         chunk = ready.chunk
         stall_s = self._clock.now() - ready.time
         try:
-            checksum = chunk.gather(self._transport.buffer(slot)[: chunk.num_bytes])
+            cargo = chunk.load(self._transport.buffer(slot)[: chunk.num_bytes])
         finally:
             chunk.release()
-        self._transmit(
-            Chunk(
-                link_no=self._link_no,
-                seq=self._draw_seq(),
-                slot=slot,
-                transfer=chunk.transfer,
-                group=chunk.range.group,
-                first_layer=chunk.range.first_layer,
-                end_layer=chunk.range.end_layer,
-                first_token=chunk.range.first_token,
-                end_token=chunk.range.end_token,
-                num_bytes=chunk.num_bytes,
-                checksum=checksum,
-                num_resends=0,
-                is_void=chunk.is_void,
-            ),
-            stall_s,
-        )
+        header = self._header(slot, cargo, chunk.num_bytes, is_void=chunk.is_void)
+        self._transmit(_InSlot(chunk, header, chunk.was_sent), stall_s)
 
     def _transmit_test(self, slot: int) -> None:
-        seq = self._draw_seq()
-        self._transport.buffer(slot)[: self._test_bytes] = pattern(seq, self._test_bytes)
-        self._transmit(
-            Chunk(
-                link_no=self._link_no,
-                seq=seq,
-                slot=slot,
-                transfer=None,
-                group=0,
-                first_layer=0,
-                end_layer=0,
-                first_token=0,
-                end_token=0,
-                num_bytes=self._test_bytes,
-                checksum=0,
-                num_resends=0,
-                is_void=False,
-            ),
-            0.0,
+        header = self._header(slot, None, self._test_bytes, is_void=False)
+        self._transport.buffer(slot)[: self._test_bytes] = pattern(header.seq, self._test_bytes)
+        with self._wake:
+            self._ledger.sent(header, self._clock.now())
+        self._transport.send(header)
+        self._events.chunk_sent(header, 0.0, is_first=True)
+
+    def _header(self, slot: int, cargo: Cargo | None, num_bytes: int, *, is_void: bool) -> Chunk:
+        return Chunk(
+            link_no=self._link_no,
+            stream_no=self._stream_no,
+            seq=self._draw_seq(),
+            slot=slot,
+            num_bytes=num_bytes,
+            cargo=cargo,
+            num_resends=0,
+            is_void=is_void,
         )
 
     def _draw_seq(self) -> int:
         with self._wake:
             return self._ledger.next_seq()
 
-    def _transmit(self, header: Chunk, stall_s: float) -> None:
+    def _transmit(self, item: _InSlot, stall_s: float) -> None:
         with self._wake:
-            self._ledger.sent(header, self._clock.now())
-        self._transport.send(header)
-        self._events.chunk_sent(header, stall_s)
+            self._ledger.sent(item.header, self._clock.now())
+            self._in_flight[item.header.seq] = item
+        self._transport.send(item.header)
+        is_first, item.was_sent = not item.was_sent, True
+        self._events.chunk_sent(item.header, stall_s, is_first=is_first)
+
+
+_Work = _InSlot | tuple[_Ready | None, int]

@@ -6,14 +6,17 @@
        └─ rejected, failed, aborted ─▶ FAILED
 
 The first terminal event wins. Complete means that the chunks received equal FINAL's count, zero counted, and that they
-cover every token of every layer (I8). Blocks are given back only after UNBIND was answered: nobody writes them then.
+cover every token of every head and layer (I8). They are counted for each stream, by their numbers: what comes twice,
+after a fail-over, counts once. Blocks are given back only after UNBIND was answered: nobody writes them then.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from pdserve.cluster.base.kv_layout import ChunkRange
 from pdserve.cluster.base.request import TokenDelta
-from pdserve.kvtransfer.layout import ChunkRange, Coverage
+from pdserve.kvtransfer.layout import Coverage, Stream
 from pdserve.kvtransfer.table import Machine, Table
 
 
@@ -114,13 +117,14 @@ SinkInstruction = BindBlocks | EmitFirstToken | PostCommit | PostAbort | JoinBat
 class SinkTransfer:
     """Counts chunks, knows what is covered, and decides what the shell does next."""
 
-    def __init__(self, coverage: Coverage, num_tokens: int, *, needs_kv: bool) -> None:
+    def __init__(self, coverage: Coverage, num_tokens: int, streams: Sequence[Stream], *, needs_kv: bool) -> None:
         self._machine = Machine(SINK_TABLE, SinkState.OFFERED, terminal=(_S.COMMITTED, _S.FAILED))
         self.coverage = coverage
         self._num_tokens = num_tokens
         self._needs_kv = needs_kv
-        self._num_verified = 0
-        self._num_chunks: int | None = None
+        self._streams = streams
+        self._verified: list[set[int]] = [set() for _ in streams]
+        self._num_chunks: tuple[int, ...] | None = None
         self._has_token = False
         self._cause: str | None = None
 
@@ -145,13 +149,17 @@ class SinkTransfer:
         self._machine.apply(_E.STARTED)
         return [BindBlocks()] if is_first and self._needs_kv else []
 
-    def chunk_verified(self, chunk: ChunkRange) -> list[SinkInstruction]:
+    def chunk_verified(self, stream_no: int, chunk_no: int, chunk: ChunkRange) -> list[SinkInstruction]:
         """A chunk was scattered and its checksum holds (I12)."""
         if not self._machine.apply(_E.CHUNK_VERIFIED):
             return []
-        self._num_verified += 1
-        self.coverage.add(chunk)
+        self._verified[stream_no].add(chunk_no)
+        self.coverage.add(self._streams[stream_no].sink_rank, chunk)
         return self._complete()
+
+    def chunk_damaged(self, stream_no: int, chunk_no: int) -> None:
+        """A damaged body was copied to where a chunk belongs, which may have been verified before: it comes again."""
+        self._verified[stream_no].discard(chunk_no)
 
     def first_token(self, token: TokenDelta) -> list[SinkInstruction]:
         """The source sampled the token after the prompt; the first one counts."""
@@ -164,8 +172,8 @@ class SinkTransfer:
             return [emit, PostCommit(), Unbind()]
         return [emit, *self._complete()]
 
-    def final(self, num_chunks: int) -> list[SinkInstruction]:
-        """The source has sent everything."""
+    def final(self, num_chunks: tuple[int, ...]) -> list[SinkInstruction]:
+        """The source has sent everything: so many chunks in each stream."""
         if not self._machine.apply(_E.FINAL):
             return []
         self._num_chunks = num_chunks
@@ -185,7 +193,7 @@ class SinkTransfer:
         return [TransferEnded(cause=self._cause)] if self._machine.apply(event) else []
 
     def _complete(self) -> list[SinkInstruction]:
-        is_counted = self._has_token and self._num_verified == self._num_chunks
+        is_counted = self._has_token and tuple(map(len, self._verified)) == self._num_chunks
         if self.state is not _S.RECEIVING or not is_counted:
             return []
         if not self.coverage.is_complete(self._num_tokens):

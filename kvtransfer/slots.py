@@ -149,22 +149,34 @@ class SlotLedger:
 class LandingSlots:
     """The sink's view of a link's slots: which hold a chunk that was not credited yet (I2), and how large they are."""
 
-    def __init__(self, *, num_slots: int, slot_bytes: int) -> None:
+    def __init__(self, *, link_no: int, stream_no: int, num_slots: int, slot_bytes: int) -> None:
+        self._link_no = link_no
+        self._stream_no = stream_no
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         self._occupied: set[int] = set()
+        self._next_seq = 0
 
     def __len__(self) -> int:
         """Slots that hold a chunk."""
         return len(self._occupied)
 
     def occupy(self, header: Chunk) -> None:
-        """A chunk lands. Raises ProtocolError if it does not fit, or its slot still holds another (I17)."""
+        """A chunk lands.
+
+        Raises ProtocolError if it does not fit, its slot still holds another, or one before it is missing (I2, I17):
+        what a link lost, repeated or reordered is found with the next header.
+        """
+        if (header.link_no, header.stream_no) != (self._link_no, self._stream_no):
+            raise ProtocolError(f"link {self._link_no} brings a chunk of {header.link_no}, stream {header.stream_no}")
+        if header.seq != self._next_seq:
+            raise ProtocolError(f"chunk {header.seq} comes where {self._next_seq} was expected")
         if not (0 <= header.slot < self.num_slots and 0 < header.num_bytes <= self.slot_bytes):
             raise ProtocolError(f"chunk {header.seq} does not fit: slot {header.slot}, {header.num_bytes} bytes")
         if header.slot in self._occupied:
             raise ProtocolError(f"chunk {header.seq} lands in slot {header.slot}, which was not credited")
         self._occupied.add(header.slot)
+        self._next_seq += 1
 
     def vacate(self, slot: int) -> None:
         """The chunk was credited or refused: the slot is the source's again."""

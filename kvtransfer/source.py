@@ -63,9 +63,7 @@ class SendFirstToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendFinal:
-    """Tell the sink how many chunks there were."""
-
-    num_chunks: int
+    """Tell the sink that every chunk has been sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,9 +106,9 @@ class SourceTransfer:
         self._machine.apply(_E.STARTED)
         return []
 
-    def chunk_sent(self, *, is_resend: bool) -> list[SourceInstruction]:
-        """A chunk is on its way."""
-        if self._machine.apply(_E.CHUNK_SENT) and not is_resend:
+    def chunk_sent(self, *, is_first: bool) -> list[SourceInstruction]:
+        """A chunk is on its way; not `is_first`: once more."""
+        if self._machine.apply(_E.CHUNK_SENT) and is_first:
             self.num_sent += 1
         return self._finish_sending()
 
@@ -146,4 +144,4 @@ class SourceTransfer:
             return []
         self._sent_final = True
         self._machine.apply(_E.ALL_SENT)
-        return [SendFinal(num_chunks=self.num_sent)]
+        return [SendFinal()]

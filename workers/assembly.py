@@ -22,7 +22,7 @@ from pdserve.workers.engine.scheduler import SchedulerSettings
 from pdserve.workers.engine.sequence import blocks_for
 from pdserve.workers.engine.strategies import Fair, FirstCome, Priority, ShortestPrefill, Strategy
 from pdserve.workers.kv.host_tier import HostTier
-from pdserve.workers.kv.store import KVStore, block_bytes, row_bytes
+from pdserve.workers.kv.store import KVStore, block_bytes
 from pdserve.workers.model.families import ModelSpec, read_spec
 from pdserve.workers.model.loader import LoadedModel, load_model
 from pdserve.workers.model.runner import Numerics, TransformerRunner, num_probe_blocks
@@ -154,7 +154,6 @@ def kv_layout(spec: ModelSpec, block_size: int, *, model_digest: str, kv_dtype: 
     return KVLayout(
         model_digest=model_digest,
         kv_dtype=kv_dtype,
-        row_bytes=row_bytes(kv_dtype, spec.head_dim),
         block_size=block_size,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,

@@ -45,7 +45,7 @@ async def host_worker(
         host=config.ingress.host,
         channel=channel,
         transfer=config.transfer,
-        copier=copier,
+        copiers=(copier,),
         max_waiting=config.engine.max_waiting,
         clock=clock,
     )

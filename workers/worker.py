@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from pdserve.cluster.base.clock import Clock
-from pdserve.cluster.base.config import TransferConfig, TransportKind
+from pdserve.cluster.base.config import TransferConfig
 from pdserve.cluster.base.errors import ChannelClosedError, InvalidRequestError, OverloadedError, ProtocolError
 from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.messages import (
@@ -36,7 +36,7 @@ from pdserve.cluster.base.request import FinishReason, Request, TokenDelta, fork
 from pdserve.cluster.base.timeline import Timelines
 from pdserve.cluster.base.wire import Channel, ChannelClient, ChannelServer, ChannelSettings
 from pdserve.cluster.base.worker_info import Endpoint, Role, WorkerInfo, WorkerLoad
-from pdserve.kvtransfer.transports.nixl import NixlAgent
+from pdserve.kvtransfer.transports.factory import Transports
 from pdserve.workers.engine.engine import Engine
 from pdserve.workers.engine.reservation import Reservation
 from pdserve.workers.engine_thread import EngineThread, StepResult
@@ -62,7 +62,8 @@ class WorkerSettings:
     host: str
     channel: ChannelSettings
     transfer: TransferConfig
-    copier: BlockCopier
+    copiers: tuple[BlockCopier, ...]
+    """One for each rank."""
     max_waiting: int
     clock: Clock
 
@@ -91,7 +92,7 @@ class Worker:
         self._counted = WorkerLoad()
         self._failure: str | None = None
         self._info: WorkerInfo | None = None
-        self._nixl = NixlAgent(settings.transfer.nixl_backend, self._is_receiving)
+        self._transports = Transports(settings.transfer, settings.channel.token, self._is_receiving)
         self._thread = EngineThread(engine, self._publish, self._engine_failed)
         self._server = ChannelServer(settings.channel, self)
         self._controller = ControllerLink(self)
@@ -118,12 +119,12 @@ class Worker:
             host=self._settings.host,
             config=self._settings.transfer,
             channel=self._settings.channel,
-            copier=self._settings.copier,
+            copiers=self._settings.copiers,
             clock=self._settings.clock,
-            nixl=self._nixl,
+            transports=self._transports,
         )
-        if TransportKind.NIXL in settings.config.transports and info.role is not Role.MIXED:
-            await asyncio.to_thread(self._nixl.prepare)
+        if info.role is not Role.MIXED:
+            await self._transports.start(self._settings.host, is_source=info.role is Role.PREFILL)
         if info.role is Role.PREFILL:
             self._source = SourceService(self._engine, self._thread, settings, self._transfer_metrics)
             await self._source.start()
@@ -140,7 +141,7 @@ class Worker:
         await self._server.stop()
         if self._source is not None:
             await self._source.stop()
-        await asyncio.to_thread(self._nixl.close)
+        await self._transports.stop()
         if not await asyncio.to_thread(self._thread.stop, STOP_TIMEOUT_S):
             logger.error("the engine thread did not stop within %g s", STOP_TIMEOUT_S)
 

@@ -15,7 +15,7 @@ import msgpack
 from pdserve.cluster.base.errors import ProtocolError
 from pdserve.cluster.base.messages import MESSAGE_TYPES, Message
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_INT_BITS = 64
 
 Wire = None | bool | int | float | str | bytes | list["Wire"]

@@ -129,14 +129,15 @@ class TransportKind(StrEnum):
     SHM = "shm"
     NIXL = "nixl"
     TCP = "tcp"
+    TORCH_DIST = "torch_dist"
 
 
 class TransferConfig(_Section):
     """The KV hand-off from prefill to decode workers."""
 
     transports: tuple[TransportKind, ...] = Field(default=(TransportKind.SHM, TransportKind.TCP), min_length=1)
-    """In this order; a link takes the first that both sides can use (shm: same machine and user; nixl: the `nixl`
-    package and its backend)."""
+    """In this order; a link takes the first that both sides can use, and goes on over the next one if it breaks (shm:
+    same machine and user; nixl: the `nixl` package and its backend; torch_dist: Gloo)."""
     nixl_backend: str = "UCX"
     """Backend of NIXL. UCX is tested, over host memory; others are passed through by name."""
     slot_bytes: int = Field(default=4 << 20, ge=64 << 10, le=1 << 30)
@@ -149,8 +150,9 @@ class TransferConfig(_Section):
     """Slots that all links of a prefill worker may hold; a link beyond that is refused."""
     promised_share: float = Field(default=0.25, gt=0, le=1)
     """Part of a decode worker's KV pool that may be promised to prefills that have not started."""
-    stall_s: float = Field(default=3.0, gt=0)
-    """A link that returns no credit for this long ends its transfers and takes no new ones until it moves again."""
+    stall_s: float = Field(default=2.0, gt=0)
+    """A link that returns no credit for this long is closed, and its transfers go on over the next one; after half of
+    it, it takes no new ones."""
     streaming_timeout_s: float = Field(default=3.0, gt=0)
     """A prefill that runs and makes no progress for this long (or two predicted steps) is given up."""
     queued_timeout_s: float = Field(default=10.0, gt=0)

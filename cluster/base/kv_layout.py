@@ -1,14 +1,28 @@
-"""What the KV of a worker looks like. Two workers exchange KV only if their layouts are equal."""
+"""What the KV of a worker looks like, which parts of it travel, and which pairs of workers can exchange it."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import StrEnum
+
+_INT8_SCALE_BYTES = 4
 
 
 class KVDtype(StrEnum):
     """How keys and values are held."""
 
     FLOAT32 = "float32"
+    FLOAT16 = "float16"
     INT8 = "int8"
+
+    def row_bytes(self, head_dim: int) -> int:
+        """Return the bytes of a *row*: one head's key or value of one token, with its scale if it has one."""
+        match self:
+            case KVDtype.FLOAT32:
+                return 4 * head_dim
+            case KVDtype.FLOAT16:
+                return 2 * head_dim
+            case KVDtype.INT8:
+                # The scale lies at a multiple of its size, the row ends at a multiple of 8.
+                return -(-(-(-head_dim // _INT8_SCALE_BYTES) * _INT8_SCALE_BYTES + _INT8_SCALE_BYTES) // 8) * 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,17 +39,21 @@ class GroupLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """What two workers must agree on before KV can move between them. Compared field by field at HELLO."""
+    """The KV of a worker over all its tensor-parallel ranks.
+
+    A rank holds an equal share of the KV heads; with fewer heads than ranks, each head is held by several ranks.
+    """
 
     model_digest: str
     kv_dtype: str
     """The name of a KVDtype; of a peer, whatever it sent."""
-    row_bytes: int
-    """One head's key or value of one token, with its scale if it has one."""
     block_size: int
     num_kv_heads: int
+    """Of the model, each counted once."""
     head_dim: int
     groups: tuple[GroupLayout, ...]
+    tp_size: int = 1
+    """Ranks."""
 
     @property
     def num_layers(self) -> int:
@@ -43,14 +61,76 @@ class KVLayout:
         return sum(len(group.layers) for group in self.groups)
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of one head's key or value of one token."""
+        return KVDtype(self.kv_dtype).row_bytes(self.head_dim)
+
+    @property
     def token_bytes(self) -> int:
-        """Bytes of one token in one layer: keys and values of every head."""
+        """Bytes of one token in one layer: keys and values of every head, each counted once."""
         return 2 * self.num_kv_heads * self.row_bytes
 
-    def difference(self, other: "KVLayout") -> str | None:
-        """Return the first field that differs, with both values; None if there is none."""
-        for field in fields(self):
-            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+    def heads_of(self, rank: int) -> tuple[int, int]:
+        """Return the KV heads of a rank: the first, and one past the last."""
+        if self.tp_size <= self.num_kv_heads:
+            share = self.num_kv_heads // self.tp_size
+            return rank * share, (rank + 1) * share
+        head = rank // (self.tp_size // self.num_kv_heads)
+        return head, head + 1
+
+    def refusal(self, peer: "KVLayout") -> str | None:
+        """Return why KV cannot move between the two: the first field that stands in the way, with both values.
+
+        Block size, KV dtype and tensor-parallel size may differ: gather and scatter convert.
+        """
+        for name in ("model_digest", "num_kv_heads", "head_dim", "groups"):
+            mine, theirs = getattr(self, name), getattr(peer, name)
             if mine != theirs:
-                return f"{field.name}: {mine!r} here, {theirs!r} there"
+                return f"{name}: {mine!r} here, {theirs!r} there"
+        if peer.kv_dtype not in list(KVDtype):
+            return f"kv_dtype: {peer.kv_dtype!r} there, {', '.join(KVDtype)} are known here"
+        for name in ("block_size", "tp_size"):
+            if getattr(peer, name) < 1:
+                return f"{name}: {getattr(peer, name)} there"
+        if peer.num_kv_heads % peer.tp_size and peer.tp_size % peer.num_kv_heads:
+            return f"tp_size: {peer.tp_size} there, which does not divide {peer.num_kv_heads} KV heads, nor they it"
         return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkRange:
+    """Which KV a chunk carries. Layers are places in the group's list, not layer numbers; ranges end before `end_*`."""
+
+    group: int
+    first_layer: int
+    end_layer: int
+    first_head: int
+    end_head: int
+    first_token: int
+    end_token: int
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the chunk."""
+        return self.end_layer - self.first_layer
+
+    @property
+    def num_heads(self) -> int:
+        """KV heads of the chunk."""
+        return self.end_head - self.first_head
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the chunk."""
+        return self.end_token - self.first_token
+
+    def is_within(self, layout: KVLayout, num_tokens: int) -> bool:
+        """True if the range exists in the layout, for a request of `num_tokens`. For ranges that came from a peer."""
+        if not 0 <= self.group < len(layout.groups):
+            return False
+        num_layers = len(layout.groups[self.group].layers)
+        return (
+            0 <= self.first_layer < self.end_layer <= num_layers
+            and 0 <= self.first_head < self.end_head <= layout.num_kv_heads
+            and 0 <= self.first_token < self.end_token <= num_tokens
+        )

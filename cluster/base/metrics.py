@@ -140,6 +140,7 @@ class TransferMetrics:
         self.oldest = gauge("transfer_oldest_seconds", "Since the least recent progress of an open transfer.")
         self.links = gauge("links_open", "Links to prefill workers that are open.")
         self.checksum_failures = counter("checksum_failures", "Chunks whose checksum did not hold.")
+        self.failovers = counter("failovers", "Transfers that went on over another link when theirs broke.")
         self.replays = counter(
             "prefill_replays", "Prefills taken to another source, or computed locally, after a failure."
         )

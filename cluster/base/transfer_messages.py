@@ -4,14 +4,16 @@
     source → sink        HelloOk, Refuse, LinkOffer, Accept, Reject, Chunk, FirstToken, Final, Progress
     both ways            TransferAbort, CloseLink
 
-The *sink* is the worker that owns the request (it decodes), the *source* computes its KV. Chunk headers travel in order
-with their bytes: on the data connection (tcp), or here once the copy is in shared memory (shm).
+The *sink* is the worker that owns the request (it decodes), the *source* computes its KV. A pair has a *stream* for
+each pair of ranks that share KV heads (kvtransfer/layout.plan_streams; both sides number them alike), and a link for
+each stream. Chunk headers travel in order with their bytes: on the data connection (tcp), as the write's notification
+(nixl), or here: once the copy is in shared memory (shm), or before the sink receives (torch_dist).
 """
 
 from dataclasses import dataclass
 
 from pdserve.cluster.base.ids import Incarnation, RequestId, WorkerId
-from pdserve.cluster.base.kv_layout import KVLayout
+from pdserve.cluster.base.kv_layout import ChunkRange, KVLayout
 from pdserve.cluster.base.request import Request, TokenDelta
 
 
@@ -55,9 +57,10 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenLink:
-    """The sink wants a link over this transport. Answered by LinkOffer or CloseLink."""
+    """The sink wants a link for a stream over this transport. Answered by LinkOffer or CloseLink."""
 
     link_no: int
+    stream_no: int
     transport: str
 
 
@@ -95,7 +98,6 @@ class Prefill:
     """
 
     transfer: TransferId
-    link_no: int
     request: Request
     num_tokens_held: int
     needs_kv: bool
@@ -119,23 +121,28 @@ class Reject:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """Header of one chunk. Without a transfer it is the link's test pattern.
+class Cargo:
+    """What a chunk brings to a transfer."""
 
-    Layer and token ranges end before `end_*`; layers are places in the group's list.
-    """
+    transfer: TransferId
+    chunk_no: int
+    """Counts the transfer's chunks in its stream: what comes twice, after a fail-over, is counted once."""
+    range: ChunkRange
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Header of one chunk of a stream."""
 
     link_no: int
+    stream_no: int
     seq: int
+    """Counts what the link carries, from 0 without a gap."""
     slot: int
-    transfer: TransferId | None
-    group: int
-    first_layer: int
-    end_layer: int
-    first_token: int
-    end_token: int
     num_bytes: int
-    checksum: int
+    cargo: Cargo | None
+    """None: the link's test pattern."""
     num_resends: int
     is_void: bool
 
@@ -169,10 +176,10 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Final:
-    """Everything was sent: how many chunks, and what the source measured (durations)."""
+    """Everything was sent: how many chunks in each stream, and what the source measured (durations)."""
 
     transfer: TransferId
-    num_chunks: int
+    num_chunks: tuple[int, ...]
     num_bytes: int
     early_bytes: int
     """Bytes credited before prefill ended."""

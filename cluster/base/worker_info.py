@@ -53,6 +53,8 @@ class LinkView:
     peer: WorkerId
     transport: str
     state: str
+    source_rank: int
+    sink_rank: int
     num_transfers: int
     num_bytes: int
     note: str

@@ -329,12 +329,9 @@ class NixlSender:
 class NixlReceiver:
     """The sink's end."""
 
-    def __init__(
-        self, agent: NixlAgent, slots: LandingSlots, *, link_no: int, on_chunk: OnChunk, on_broken: OnBroken
-    ) -> None:
+    def __init__(self, agent: NixlAgent, slots: LandingSlots, on_chunk: OnChunk, on_broken: OnBroken) -> None:
         self._agent = agent
         self._slots = slots
-        self._link_no = link_no
         self._on_chunk = on_chunk
         self._on_broken = on_broken
         self._key = secrets.token_bytes(KEY_BYTES)
@@ -348,6 +345,10 @@ class NixlReceiver:
         metadata = self._agent.get().get_agent_metadata()
         self.answer = f"{self._key.hex()}:{self._region.address}:{self._region.stride}:{metadata.hex()}"
         self._agent.expect(self._key, self._landed)
+
+    def header_received(self, header: Chunk) -> None:
+        """See ReceiveTransport."""
+        raise ProtocolError("a chunk header on the control channel of a nixl link")
 
     def body(self, slot: int, num_bytes: int) -> memoryview:
         """See ReceiveTransport."""
@@ -371,8 +372,8 @@ class NixlReceiver:
             if len(head) > MAX_HEADER_BYTES:
                 raise ProtocolError(f"a chunk header of {len(head)} bytes")
             header = self._codec.decode(head)
-            if not isinstance(header, Chunk) or header.link_no != self._link_no:
-                raise ProtocolError("a notification that is no chunk of its link")
+            if not isinstance(header, Chunk):
+                raise ProtocolError("a notification that is no chunk header")
             self._slots.occupy(header)
         except ProtocolError as error:
             self._on_broken(str(error))

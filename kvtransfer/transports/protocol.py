@@ -47,6 +47,9 @@ class ReceiveTransport(Protocol):
     async def attach(self) -> None:
         """Connect to the source. Raises OSError or ProtocolError."""
 
+    def header_received(self, header: Chunk) -> None:
+        """A header came over the control channel. Raises ProtocolError where headers travel with their bytes."""
+
     def body(self, slot: int, num_bytes: int) -> memoryview:
         """Return the landed bytes of a slot; valid until the slot is credited."""
 

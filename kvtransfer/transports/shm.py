@@ -14,6 +14,7 @@ import secrets
 from pdserve.cluster.base.errors import ProtocolError
 from pdserve.cluster.base.transfer_messages import Chunk
 from pdserve.kvtransfer.slots import LandingSlots
+from pdserve.kvtransfer.transports.protocol import OnChunk
 
 NONCE_BYTES = 32
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -78,8 +79,10 @@ class ShmReceiver:
 
     answer = ""
 
-    def __init__(self, address: str, slots: LandingSlots) -> None:
+    def __init__(self, address: str, slots: LandingSlots, on_chunk: OnChunk) -> None:
         self._address = address
+        self._landing_slots = slots
+        self._on_chunk = on_chunk
         self._stride = -(-slots.slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._size = mmap.PAGESIZE + slots.num_slots * self._stride
         self._memory: mmap.mmap | None = None
@@ -107,6 +110,11 @@ class ShmReceiver:
             raise ProtocolError("the file behind the shm address is another one")
         self._memory = memory
         self._view = memoryview(memory)
+
+    def header_received(self, header: Chunk) -> None:
+        """See ReceiveTransport: its bytes are in their slot."""
+        self._landing_slots.occupy(header)
+        self._on_chunk(header)
 
     def body(self, slot: int, num_bytes: int) -> memoryview:
         """See ReceiveTransport."""

@@ -177,20 +177,10 @@ class TcpReceiver:
 
     answer = ""
 
-    def __init__(
-        self,
-        address: str,
-        token: bytes,
-        slots: LandingSlots,
-        *,
-        link_no: int,
-        on_chunk: OnChunk,
-        on_broken: OnBroken,
-    ) -> None:
+    def __init__(self, address: str, token: bytes, slots: LandingSlots, on_chunk: OnChunk, on_broken: OnBroken) -> None:
         self._address = address
         self._token = token
         self._landing_slots = slots
-        self._link_no = link_no
         self._on_chunk = on_chunk
         self._on_broken = on_broken
         self._slots: dict[int, memoryview] = {}
@@ -223,6 +213,10 @@ class TcpReceiver:
         _prepare(connection)
         self._socket = connection
         self._thread.start()
+
+    def header_received(self, header: Chunk) -> None:
+        """See ReceiveTransport."""
+        raise ProtocolError("a chunk header on the control channel of a tcp link")
 
     def body(self, slot: int, num_bytes: int) -> memoryview:
         """See ReceiveTransport."""
@@ -263,8 +257,6 @@ class TcpReceiver:
         message = self._codec.decode(bytes(body))
         if not isinstance(message, Chunk):
             raise ProtocolError(f"unexpected {type(message).__name__} on a data connection")
-        if message.link_no != self._link_no:
-            raise ProtocolError(f"a chunk of link {message.link_no} on the data connection of link {self._link_no}")
         return message
 
     def _landing(self, header: Chunk) -> memoryview:

@@ -166,7 +166,7 @@ async def client(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> AsyncIter
     engine = plain_engine(make_engine(tiny_checkpoints["qwen2"]))
     async with (
         running_controller() as controller,
-        running_worker(controller, engine, store=engine.runner.store) as worker,  # type: ignore[attr-defined]
+        running_worker(controller, engine, stores=(engine.runner.store,)) as worker,  # type: ignore[attr-defined]
         running_ingress(controller, tmp_path) as found,
     ):
         yield found, worker
@@ -214,7 +214,7 @@ async def test_a_first_sample_that_stops_at_once_leaves_the_others_running() -> 
     # Its client's stop string matched the first token, before the KV was complete.
     request = make_request("r", prompts_of([60])[0], max_tokens=12, temperature=1.0, seed=5, forks=2)
     async with running_pair(transfer_config(TransportKind.SHM), make_copier=GatedCopier) as pair:
-        copier = pair.decode._settings.copier
+        copier = pair.decode._settings.copiers[0]
         assert isinstance(copier, GatedCopier)
         copier.gate.clear()
         task = asyncio.create_task(_stop_after_first_token(pair.replayer, request))

@@ -103,7 +103,7 @@ async def test_a_link_whose_chunks_never_verify_is_fenced_and_the_text_is_still_
         text = pair.decode.metrics_text()
         assert "pdserve_kv_checksum_failures_total 0.0" not in text
         assert 'pdserve_kv_local_prefills_total{cause="no prefill worker left"} 1.0' in text
-        copier = pair.decode._settings.copier
+        copier = pair.decode._settings.copiers[0]
         assert isinstance(copier, DamagingCopier)
         copier.share = 0.0
         await eventually(lambda: has_link(pair.decode), "the pair is used again")
@@ -226,14 +226,14 @@ async def test_kv_that_a_damaged_resend_has_overwritten_is_not_used() -> None:
         await assert_clean(pair.decode)
 
 
-async def test_a_link_that_stalls_ends_its_transfers_and_is_replaced_by_one_that_works() -> None:
+async def test_a_sink_that_stalls_costs_its_links_and_is_used_again_when_it_moves() -> None:
     copiers: list[GatedCopier] = []
 
     def make_copier(store: KVStore) -> BlockCopier:
         copiers.append(GatedCopier(store))
         return copiers[-1]
 
-    transfer = transfer_config(TransportKind.SHM, stall_s=0.3)
+    transfer = transfer_config(TransportKind.SHM, stall_s=0.3, streaming_timeout_s=0.8)
     async with running_pair(transfer, make_copier=make_copier) as pair:
         copiers[0].gate.clear()
         request = make_request("r", [10] * 200, max_tokens=5)
@@ -241,7 +241,7 @@ async def test_a_link_that_stalls_ends_its_transfers_and_is_replaced_by_one_that
         await eventually(lambda: pair.prefill.load().num_sending == 1, "it is sent")
         await eventually(lambda: pair.prefill.load().num_sending == 0, "the stall ended it")
         assert pair.prefill._engine.pool.is_all_free
-        await eventually(lambda: not has_link(pair.decode), "the link is given up")
+        assert not has_link(pair.decode)
         copiers[0].gate.set()
         assert (await task)[0] == MODEL.generate(request)
         await eventually(lambda: has_link(pair.decode), "linked again")
@@ -290,21 +290,23 @@ async def test_a_queue_that_waits_behind_work_is_not_given_up() -> None:
         assert "replays_total 0.0" in pair.decode.metrics_text()
 
 
-async def test_a_pair_whose_layouts_differ_is_refused_with_the_field_and_served_locally() -> None:
-    # known_faults B069, B070, B071
-    other = make_digest_engine(DigestModel(vocab_size=512, num_heads=1))
-    wide = make_digest_engine(MODEL, block_size=32, num_blocks=32)
+async def test_a_pair_that_cannot_exchange_kv_is_refused_with_the_field_and_served_locally() -> None:
+    # known_faults B069, B070, B071: another model of equal shapes, and the same one in other blocks, dtype and ranks
+    other = make_digest_engine(DigestModel(vocab_size=511))
+    odd = make_digest_engine(DigestModel(vocab_size=512, num_heads=3))
     transfer = transfer_config(TransportKind.SHM)
     async with (
         running_controller() as controller,
         running_replayer(controller) as replayer,
         running_worker(controller, other, "prefill-0", transfer=transfer) as first,
-        running_worker(controller, wide, "prefill-1", transfer=transfer) as second,
+        running_worker(controller, odd, "prefill-1", transfer=transfer) as second,
         running_worker(controller, None, "decode-0", transfer=transfer) as decode,
     ):
-        notes = {"prefill-0": "refused: model_digest", "prefill-1": "refused: block_size: 32 here, 16 there"}
         await eventually(
-            lambda: all(notes[link.peer] in link.note for link in decode.load().links) and bool(decode.load().links),
+            lambda: (
+                len(decode.load().links) == 2
+                and all("refused: model_digest: 'digest-" in link.note for link in decode.load().links)
+            ),
             f"refused: {decode.load().links}",
         )
         request = make_request("r", [10] * 50, max_tokens=5)
@@ -482,9 +484,7 @@ async def test_messages_of_another_life_are_counted_and_never_acted_on() -> None
         request = make_request("x", [10, 11], max_tokens=3)
         peer.post(Commit(transfer=stale))
         peer.post(TransferAbort(transfer=stale, reason="stale"))
-        peer.post(
-            Prefill(transfer=stale, link_no=1, request=request, num_tokens_held=0, needs_kv=False, deadline_s=9.0)
-        )
+        peer.post(Prefill(transfer=stale, request=request, num_tokens_held=0, needs_kv=False, deadline_s=9.0))
         await eventually(lambda: "stale_messages_total 3.0" in pair.prefill.metrics_text(), "counted at the source")
         await eventually(lambda: "stale_messages_total 1.0" in pair.decode.metrics_text(), "its REJECT at the sink")
         assert (await generate(pair.replayer, request))[0] == MODEL.generate(request)
@@ -495,8 +495,9 @@ async def test_a_credit_that_was_never_earned_costs_the_sink_its_channel_and_nob
     # I2, I17
     async with running_pair(transfer_config(TransportKind.SHM)) as pair:
         (peer,) = pair.decode._sink._peers.all()  # type: ignore[union-attr]
-        assert peer.link is not None
-        peer.post(Credit(link_no=peer.link.link_no, seq=77, slot=0))
+        link = peer._keepers[0].link
+        assert link is not None
+        peer.post(Credit(link_no=link.link_no, seq=77, slot=0))
         await eventually(lambda: not has_link(pair.decode), "disconnected")
         await eventually(lambda: has_link(pair.decode), "linked again")
         request = make_request("r", [10] * 40, max_tokens=3)
@@ -507,15 +508,14 @@ async def test_a_credit_that_was_never_earned_costs_the_sink_its_channel_and_nob
 async def test_data_connections_without_the_token_or_a_key_are_refused() -> None:
     # I17
     async with running_pair(transfer_config(TransportKind.TCP)) as pair:
-        listener = pair.prefill._source._listener  # type: ignore[union-attr]
+        listener = pair.prefill._transports.listener
         for token, key in ((b"wrong", "x"), (CHANNEL.token, "nobody"), (CHANNEL.token, "k" * 999)):
             receiver = TcpReceiver(
                 f"{listener.host}|{listener.port}|{key}",
                 token,
-                LandingSlots(num_slots=1, slot_bytes=64),
-                link_no=1,
-                on_chunk=lambda header: None,
-                on_broken=lambda reason: None,
+                LandingSlots(link_no=1, stream_no=0, num_slots=1, slot_bytes=64),
+                lambda header: None,
+                lambda reason: None,
             )
             try:
                 await receiver.attach()

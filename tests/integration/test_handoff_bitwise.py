@@ -27,8 +27,8 @@ async def run_apart(
     async with (
         running_controller() as controller,
         running_replayer(controller) as replayer,
-        running_worker(controller, prefill, "prefill-0", store=prefill_store, transfer=transfer) as source,
-        running_worker(controller, decode, "decode-0", store=decode_store, transfer=transfer) as sink,
+        running_worker(controller, prefill, "prefill-0", stores=(prefill_store,), transfer=transfer) as source,
+        running_worker(controller, decode, "decode-0", stores=(decode_store,), transfer=transfer) as sink,
     ):
         await eventually(lambda: any(link.state == "open" for link in sink.load().links), "linked")
         await eventually(lambda: replayer.dispatcher.has_worker, "connected")

@@ -25,7 +25,7 @@ async def client(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> AsyncIter
     engine = plain_engine(make_engine(tiny_checkpoints["qwen2"]))
     async with (
         running_controller() as controller,
-        running_worker(controller, engine, store=engine.runner.store),  # type: ignore[attr-defined]
+        running_worker(controller, engine, stores=(engine.runner.store,)),  # type: ignore[attr-defined]
         running_ingress(controller, tmp_path) as found,
     ):
         yield found

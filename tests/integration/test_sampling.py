@@ -169,8 +169,8 @@ async def test_everything_is_equal_disaggregated(assembled: AssembledEngine) -> 
     async with (
         running_controller() as controller,
         running_replayer(controller) as replayer,
-        running_worker(controller, prefill, "prefill-0", store=prefill.runner.store, transfer=transfer),  # type: ignore[attr-defined]
-        running_worker(controller, decode, "decode-0", store=decode.runner.store, transfer=transfer) as sink,  # type: ignore[attr-defined]
+        running_worker(controller, prefill, "prefill-0", stores=(prefill.runner.store,), transfer=transfer),  # type: ignore[attr-defined]
+        running_worker(controller, decode, "decode-0", stores=(decode.runner.store,), transfer=transfer) as sink,  # type: ignore[attr-defined]
     ):
         await eventually(lambda: any(link.state == "open" for link in sink.load().links), "linked")
         await eventually(lambda: replayer.dispatcher.has_worker, "connected")
@@ -195,8 +195,8 @@ async def test_a_scored_prompt_that_is_cached_is_scored_wherever_it_is_computed(
     async with (
         running_controller() as controller,
         running_replayer(controller) as replayer,
-        running_worker(controller, prefill, "prefill-0", store=prefill.runner.store, transfer=transfer) as source,  # type: ignore[attr-defined]
-        running_worker(controller, decode, "decode-0", store=decode.runner.store, transfer=transfer) as sink,  # type: ignore[attr-defined]
+        running_worker(controller, prefill, "prefill-0", stores=(prefill.runner.store,), transfer=transfer) as source,  # type: ignore[attr-defined]
+        running_worker(controller, decode, "decode-0", stores=(decode.runner.store,), transfer=transfer) as sink,  # type: ignore[attr-defined]
     ):
         await eventually(lambda: any(link.state == "open" for link in sink.load().links), "linked")
         await eventually(lambda: replayer.dispatcher.has_worker, "connected")

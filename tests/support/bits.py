@@ -18,7 +18,7 @@ from pdserve.workers.engine.sampler import sample_rows
 from pdserve.workers.engine.scheduler import SchedulerSettings
 from pdserve.workers.engine.strategies import Strategy
 from pdserve.workers.kv.host_tier import HostTier
-from pdserve.workers.kv.store import KVStore, row_bytes
+from pdserve.workers.kv.store import KVStore
 from pdserve.workers.model.runner import OnLayer, TransformerRunner
 from support.engines import make_request, prompts_of, run
 
@@ -97,7 +97,7 @@ def plain_engine(
 def with_kv(assembled: AssembledEngine, kv_dtype: KVDtype) -> AssembledEngine:
     """Return the same loaded model for plain engines with another KV; its own engine keeps the one it has."""
     layout = assembled.store.layout
-    layout = replace(layout, kv_dtype=kv_dtype, row_bytes=row_bytes(kv_dtype, layout.head_dim))
+    layout = replace(layout, kv_dtype=kv_dtype)
     store = KVStore(layout, num_blocks=[1] * len(layout.groups), device=torch.device("cpu"))
     return replace(assembled, store=store)
 

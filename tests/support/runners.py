@@ -3,7 +3,7 @@
 import random
 import threading
 
-from pdserve.kvtransfer.layout import ChunkRange
+from pdserve.cluster.base.kv_layout import ChunkRange, KVDtype
 from pdserve.workers.engine.engine import Engine
 from pdserve.workers.engine.plan import NO_TOKEN, Int32, StepOutput, StepPlan
 from pdserve.workers.kv.copy import BlockCopier
@@ -73,10 +73,10 @@ class GatedCopier(BlockCopier):
         self.gate = threading.Event()
         self.gate.set()
 
-    def scatter(self, chunk: ChunkRange, blocks: Int32, body: memoryview) -> int:
+    def scatter(self, chunk: ChunkRange, blocks: Int32, body: memoryview, wire_dtype: KVDtype) -> int:
         """See BlockCopier.scatter."""
         assert self.gate.wait(GATE_S), "the test never opened the gate"
-        return super().scatter(chunk, blocks, body)
+        return super().scatter(chunk, blocks, body, wire_dtype)
 
 
 class DamagingCopier(BlockCopier):
@@ -88,11 +88,11 @@ class DamagingCopier(BlockCopier):
         self.num_damaged = 0
         self._random = random.Random(seed)
 
-    def scatter(self, chunk: ChunkRange, blocks: Int32, body: memoryview) -> int:
+    def scatter(self, chunk: ChunkRange, blocks: Int32, body: memoryview, wire_dtype: KVDtype) -> int:
         """See BlockCopier.scatter."""
         if self._random.random() >= self.share:
-            return super().scatter(chunk, blocks, body)
+            return super().scatter(chunk, blocks, body, wire_dtype)
         self.num_damaged += 1
         damaged = bytearray(body)
         damaged[self._random.randrange(len(damaged))] ^= 1 << self._random.randrange(8)
-        return super().scatter(chunk, blocks, memoryview(damaged))
+        return super().scatter(chunk, blocks, memoryview(damaged), wire_dtype)

@@ -1,7 +1,7 @@
 """A worker on the digest model and an ingress application, on real channels, in one event loop."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -58,7 +58,7 @@ async def running_worker(
     engine: Engine | None = None,
     name: str = "mixed-0",
     *,
-    store: KVStore | None = None,
+    stores: Sequence[KVStore] = (),
     transfer: TransferConfig | None = None,
     make_copier: Callable[[KVStore], BlockCopier] = BlockCopier,
     reach: Callable[[Endpoint], Endpoint] = lambda endpoint: endpoint,
@@ -68,9 +68,9 @@ async def running_worker(
     `reach` says where others are told to find it.
     """
     engine = engine or make_digest_engine(MODEL)
-    if store is None:
+    if not stores:
         assert isinstance(engine.runner, DigestRunner), "a real model's store must be given"
-        store = engine.runner.store
+        stores = engine.runner.stores
     incarnation = draw_incarnation()
 
     def describe(endpoint: Endpoint) -> WorkerInfo:
@@ -80,7 +80,7 @@ async def running_worker(
         host="127.0.0.1",
         channel=CHANNEL,
         transfer=transfer or TransferConfig(slot_bytes=64 << 10),
-        copier=make_copier(store),
+        copiers=tuple(map(make_copier, stores)),
         max_waiting=256,
         clock=SystemClock(),
     )

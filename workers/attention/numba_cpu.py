@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from pdserve.workers.attention.protocol import StepMetadata
-from pdserve.workers.kv.int8_rows import row_scales
+from pdserve.workers.kv.rows import row_scales
 from pdserve.workers.model.scalar_math import exp32
 
 TILE = 32

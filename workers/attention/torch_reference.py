@@ -6,7 +6,7 @@ Tolerance class: the library chooses its order of additions by shape.
 import torch
 
 from pdserve.workers.attention.protocol import StepMetadata
-from pdserve.workers.kv.int8_rows import dequantize_rows
+from pdserve.workers.kv.rows import dequantize_rows
 
 
 class TorchAttention:

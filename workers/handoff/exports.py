@@ -1,7 +1,7 @@
 """Ships the KV of prefills while the forward pass computes it.
 
-`KVExporter` is called by the engine thread at each step and each layer; it announces chunks to the sender of the
-prefill's link and never waits. The blocks of an announced chunk are pinned until it is gathered or dropped, so the
+`KVExporter` is called by the engine thread at each step and each layer; it announces chunks to the streams of the
+prefill's pair and never waits. The blocks of an announced chunk are pinned until it is gathered or dropped, so the
 sequence may end, or be put back, meanwhile (I4).
 """
 
@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pdserve.cluster.base.ids import RequestId
-from pdserve.cluster.base.transfer_messages import TransferId
-from pdserve.kvtransfer.layout import ChunkRange, LayerSpan, chunk_bytes, chunks_of, first_sent, layer_spans
-from pdserve.kvtransfer.sender import ChunkSender
+from pdserve.cluster.base.kv_layout import ChunkRange, KVLayout
+from pdserve.cluster.base.transfer_messages import Cargo, TransferId
+from pdserve.kvtransfer.chunk_stream import ChunkStream
+from pdserve.kvtransfer.layout import LayerSpan, chunk_bytes, chunks_of, first_sent
 from pdserve.workers.engine.block_pool import BlockPool
 from pdserve.workers.engine.plan import Int32
 from pdserve.workers.engine.scheduler import PlannedPrefill
@@ -22,32 +23,46 @@ from pdserve.workers.kv.copy import BlockCopier
 
 @dataclass(slots=True, kw_only=True)
 class Export:
-    """One prefill whose KV goes to a sink. `sender` is absent if nothing is shipped."""
+    """One prefill whose KV goes to a sink. There are no streams if nothing is shipped."""
 
     transfer: TransferId
     num_tokens: int
     num_held: int
-    sender: ChunkSender | None
+    streams: Sequence[ChunkStream]
     is_void: bool = False
     """Set by the I/O loop when the transfer ends."""
     has_started: bool = False
     num_computed: int = 0
-    num_chunks: int = 0
-    """Chunks announced so far."""
-    sent_until: dict[LayerSpan, int] = field(default_factory=dict)
+    num_chunks: list[int] = field(default_factory=list)
+    """Chunks announced so far, in each stream."""
+    sent_until: dict[tuple[int, LayerSpan], int] = field(default_factory=dict)
+    """By stream and span."""
+
+    def __post_init__(self) -> None:
+        self.num_chunks = [0] * len(self.streams)
 
 
 class _ExportedChunk:
     """One announced chunk; see OutgoingChunk."""
 
+    was_sent = False
+
     def __init__(
-        self, export: Export, chunk: ChunkRange, num_bytes: int, blocks: Int32, copier: BlockCopier, pool: BlockPool
+        self,
+        export: Export,
+        stream: ChunkStream,
+        chunk_no: int,
+        chunk: ChunkRange,
+        blocks: Int32,
+        copier: BlockCopier,
+        pool: BlockPool,
     ) -> None:
         """`blocks` is the table of the chunk's group, complete up to its last token."""
-        self.transfer = export.transfer
-        self.range = chunk
-        self.num_bytes = num_bytes
+        self.num_bytes = chunk_bytes(stream.stream, chunk)
         self._export = export
+        self._stream = stream
+        self._chunk_no = chunk_no
+        self._range = chunk
         self._blocks = blocks
         self._copier = copier
         self._pool = pool
@@ -58,11 +73,12 @@ class _ExportedChunk:
     def is_void(self) -> bool:
         return self._export.is_void
 
-    def gather(self, buffer: memoryview) -> int:
-        return self._copier.gather(self.range, self._blocks, buffer)
+    def load(self, buffer: memoryview) -> Cargo:
+        checksum = self._copier.gather(self._range, self._blocks, buffer, self._stream.stream.wire_dtype)
+        return Cargo(transfer=self._export.transfer, chunk_no=self._chunk_no, range=self._range, checksum=checksum)
 
     def release(self) -> None:
-        self._pool.unpin(self.range.group, self._pinned)
+        self._pool.unpin(self._range.group, self._pinned)
 
 
 class KVExporter:
@@ -70,20 +86,20 @@ class KVExporter:
 
     def __init__(
         self,
-        copier: BlockCopier,
+        copiers: Sequence[BlockCopier],
         pool: BlockPool,
         *,
-        slot_bytes: int,
         on_start: Callable[[TransferId], None],
     ) -> None:
-        """`on_start` is called when the engine computes an export for the first time; it must not block."""
-        self._copier = copier
+        """`copiers` are the ranks'.
+
+        `on_start` is called when the engine computes an export for the first time; it must not block.
+        """
+        self._copiers = copiers
+        self._layout: KVLayout = copiers[0].layout
         self._pool = pool
         self._on_start = on_start
         self._exports: dict[RequestId, Export] = {}
-        self._spans: dict[int, list[LayerSpan]] = {}
-        for span in layer_spans(copier.layout, slot_bytes):
-            self._spans.setdefault(span.last_layer, []).append(span)
         self._step: list[_StepExport] = []
 
     def __len__(self) -> int:
@@ -111,33 +127,34 @@ class KVExporter:
             if not export.has_started:
                 export.has_started = True
                 self._on_start(export.transfer)
-            if export.sender is not None:
+            if export.streams:
                 tables = [np.array(blocks, np.int32) for blocks in prefill.blocks]
-                self._step.append(_StepExport(export, export.sender, prefill.end_token, tables))
+                self._step.append(_StepExport(export, prefill.end_token, tables))
         return bool(self._step)
 
     def layer_done(self, layer: int) -> None:
         """See KVExports."""
-        for span in self._spans.get(layer, ()):
-            for step in self._step:
-                if not step.export.is_void:
-                    self._announce(step, span)
+        for step in self._step:
+            for stream in step.export.streams:
+                for span in stream.spans.get(layer, ()):
+                    if not step.export.is_void:
+                        self._announce(step, stream, span)
 
-    def _announce(self, step: "_StepExport", span: LayerSpan) -> None:
-        export, layout = step.export, self._copier.layout
+    def _announce(self, step: "_StepExport", stream: ChunkStream, span: LayerSpan) -> None:
+        export, layout, key = step.export, self._layout, (stream.number, span)
         # What was cached here is shipped with the first step; a prefill that was put back computes again what was
         # shipped already.
-        first = max(export.sent_until.get(span, 0), first_sent(layout, span.group, export.num_tokens, export.num_held))
+        first = max(export.sent_until.get(key, 0), first_sent(layout, span.group, export.num_tokens, export.num_held))
         if first >= step.end_token:
             return
-        for chunk in chunks_of(span, first, step.end_token):
+        copier = self._copiers[stream.stream.source_rank]
+        for chunk in chunks_of(stream.stream, span, first, step.end_token):
             last_block = (chunk.end_token - 1) // layout.block_size
             blocks = step.tables[span.group][: last_block + 1]
-            export.num_chunks += 1
-            step.sender.submit(
-                _ExportedChunk(export, chunk, chunk_bytes(layout, chunk), blocks, self._copier, self._pool)
-            )
-        export.sent_until[span] = step.end_token
+            chunk_no = export.num_chunks[stream.number]
+            export.num_chunks[stream.number] += 1
+            stream.submit(_ExportedChunk(export, stream, chunk_no, chunk, blocks, copier, self._pool))
+        export.sent_until[key] = step.end_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +162,5 @@ class _StepExport:
     """What one step computes of one export; `tables` are its block tables, one per group."""
 
     export: Export
-    sender: ChunkSender
     end_token: int
     tables: list[Int32]

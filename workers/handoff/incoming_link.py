@@ -9,10 +9,7 @@ from pdserve.cluster.base.transfer_messages import Chunk, LinkOffer
 from pdserve.kvtransfer.landing import LandingThread
 from pdserve.kvtransfer.link import LinkEvent, LinkLife, LinkState
 from pdserve.kvtransfer.slots import LandingSlots
-from pdserve.kvtransfer.transports.nixl import NixlReceiver
 from pdserve.kvtransfer.transports.protocol import ReceiveTransport
-from pdserve.kvtransfer.transports.shm import ShmReceiver
-from pdserve.kvtransfer.transports.tcp import TcpReceiver
 from pdserve.workers.handoff.settings import HandoffSettings
 
 MAX_SLOTS = 4096
@@ -20,13 +17,14 @@ MAX_SLOT_BYTES = 1 << 30
 
 
 class IncomingLink:
-    """Made by a SourcePeer for each OpenLink it sends."""
+    """Made for each OpenLink that is sent."""
 
-    def __init__(self, link_no: int, transport: TransportKind, landing: LandingThread) -> None:
+    def __init__(self, link_no: int, stream_no: int, transport: TransportKind, landing: LandingThread) -> None:
         self.link_no = link_no
         self.transport = transport
         self.life = LinkLife()
         self.num_bytes = 0
+        self._stream_no = stream_no
         self._landing = landing
         self._receiver: ReceiveTransport | None = None
         self._slots: LandingSlots | None = None
@@ -41,8 +39,10 @@ class IncomingLink:
             raise ProtocolError(f"link {self.link_no} was offered twice")
         if not (0 < offer.num_slots <= MAX_SLOTS and 0 < offer.slot_bytes <= MAX_SLOT_BYTES):
             raise ProtocolError(f"a link of {offer.num_slots} slots of {offer.slot_bytes} bytes")
-        self._slots = LandingSlots(num_slots=offer.num_slots, slot_bytes=offer.slot_bytes)
-        receiver = self._make_receiver(offer, self._slots, settings, on_broken)
+        self._slots = LandingSlots(
+            link_no=self.link_no, stream_no=self._stream_no, num_slots=offer.num_slots, slot_bytes=offer.slot_bytes
+        )
+        receiver = settings.transports.make_receiver(self.transport, offer, self._slots, self._landed, on_broken)
         # Known before it attaches, so that whatever it holds is freed.
         self._receiver = receiver
         await receiver.attach()
@@ -55,32 +55,11 @@ class IncomingLink:
             raise ProtocolError("the link was given up while it attached")
         return receiver.answer
 
-    def _make_receiver(
-        self, offer: LinkOffer, slots: LandingSlots, settings: HandoffSettings, on_broken: Callable[[str], None]
-    ) -> ReceiveTransport:
-        match self.transport:
-            case TransportKind.SHM:
-                return ShmReceiver(offer.address, slots)
-            case TransportKind.NIXL:
-                return NixlReceiver(
-                    settings.nixl, slots, link_no=self.link_no, on_chunk=self._landed, on_broken=on_broken
-                )
-            case TransportKind.TCP:
-                return TcpReceiver(
-                    offer.address,
-                    settings.channel.token,
-                    slots,
-                    link_no=self.link_no,
-                    on_chunk=self._landed,
-                    on_broken=on_broken,
-                )
-
     def header_received(self, header: Chunk) -> None:
-        """A header came over the control channel (shm): its bytes are in their slot. Raises ProtocolError."""
-        if self.transport is not TransportKind.SHM or self._slots is None or self.life.has_ended:
-            raise ProtocolError(f"a chunk header for link {self.link_no}, which takes none here")
-        self._slots.occupy(header)
-        self._landed(header)
+        """A header came over the control channel. Raises ProtocolError."""
+        if self._receiver is None or self.life.has_ended:
+            raise ProtocolError(f"a chunk header for link {self.link_no}, which takes none now")
+        self._receiver.header_received(header)
 
     def _landed(self, header: Chunk) -> None:
         assert self._receiver is not None, "chunks come after attaching"

@@ -3,17 +3,13 @@
 import asyncio
 import logging
 
-from pdserve.cluster.base.config import TransportKind
 from pdserve.cluster.base.errors import ChannelClosedError, ProtocolError
-from pdserve.cluster.base.transfer_messages import Chunk, LinkOffer, TransferId
+from pdserve.cluster.base.transfer_messages import Chunk, LinkOffer
 from pdserve.cluster.base.wire import Channel
+from pdserve.kvtransfer.chunk_stream import ChunkStream
 from pdserve.kvtransfer.link import LinkEvent, LinkLife, LinkState
 from pdserve.kvtransfer.sender import ChunkSender, SenderEvents
 from pdserve.kvtransfer.slots import SlotLedger, SlotPool
-from pdserve.kvtransfer.transports.nixl import NixlSender
-from pdserve.kvtransfer.transports.protocol import SendTransport
-from pdserve.kvtransfer.transports.shm import ShmSender
-from pdserve.kvtransfer.transports.tcp import TcpListener, TcpSender
 from pdserve.workers.handoff.settings import HandoffSettings
 
 logger = logging.getLogger(__name__)
@@ -22,48 +18,37 @@ JOIN_S = 5.0
 
 
 class OutgoingLink:
-    """Made by the source service for each OpenLink."""
+    """Made for each OpenLink."""
 
     def __init__(
         self,
         link_no: int,
+        stream: ChunkStream,
         transport_name: str,
         channel: Channel,
         settings: HandoffSettings,
         pool: SlotPool,
-        listener: TcpListener,
         events: SenderEvents,
     ) -> None:
         """Raises ProtocolError if the transport is unknown or no slots are left, OSError if memory cannot be had."""
         self.link_no = link_no
-        self.transport_name = transport_name
+        self.stream = stream
         self.channel = channel
         self.life = LinkLife()
-        self.transfers: set[TransferId] = set()
         self.num_bytes = 0
         self._is_awaited = False
         self.used_time = settings.clock.now()
         config = settings.config
         ledger = SlotLedger(pool, base=config.base_slots, most=config.max_slots_per_link)
         try:
-            self._transport = self._make_transport(settings, listener)
+            key = f"{settings.incarnation}-{id(channel):x}-{link_no}"
+            self._transport = settings.transports.make_sender(transport_name, key)
         except BaseException:
             ledger.close()
             raise
         self.sender = ChunkSender(
-            link_no, self._transport, ledger, events, settings.clock, test_bytes=settings.test_bytes
+            link_no, stream.number, self._transport, ledger, events, settings.clock, test_bytes=settings.test_bytes
         )
-
-    def _make_transport(self, settings: HandoffSettings, listener: TcpListener) -> SendTransport:
-        config = settings.config
-        if self.transport_name not in list(config.transports):
-            raise ProtocolError(f"transport {self.transport_name!r} is not offered here")
-        if self.transport_name == TransportKind.SHM:
-            return ShmSender(slot_bytes=config.slot_bytes, num_slots=config.max_slots_per_link)
-        if self.transport_name == TransportKind.NIXL:
-            return NixlSender(settings.nixl, slot_bytes=config.slot_bytes, num_slots=config.max_slots_per_link)
-        key = f"{settings.incarnation}-{id(self.channel):x}-{self.link_no}"
-        return TcpSender(listener, key, slot_bytes=config.slot_bytes)
 
     def sent(self, header: Chunk) -> None:
         """A chunk left: post its header, unless it went with its bytes; on the loop."""
@@ -98,6 +83,13 @@ class OutgoingLink:
         self.life.apply(LinkEvent.ATTACHED)
         self.sender.start()
         self.sender.send_test()
+
+    def tested(self) -> None:
+        """The sink has verified the test pattern: the link may carry its stream."""
+        was_open = self.life.is_usable
+        self.life.apply(LinkEvent.TESTED)
+        if not was_open:
+            self.stream.carry_by(self.sender)
 
     def break_off(self) -> None:
         """Stop sending; `fence` completes it."""

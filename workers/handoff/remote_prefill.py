@@ -27,6 +27,7 @@ class Try:
     first_chunk_time: float | None = None
     last_chunk_time: float | None = None
     token_time: float | None = None
+    num_link_losses: int = 0
     num_bytes: int = 0
 
 

@@ -7,7 +7,7 @@ from pdserve.cluster.base.config import TransferConfig
 from pdserve.cluster.base.ids import Incarnation, WorkerId
 from pdserve.cluster.base.kv_layout import KVLayout
 from pdserve.cluster.base.wire import ChannelSettings
-from pdserve.kvtransfer.transports.nixl import NixlAgent
+from pdserve.kvtransfer.transports.factory import Transports
 from pdserve.workers.kv.copy import BlockCopier
 
 TICK_S = 0.25
@@ -15,6 +15,8 @@ PROGRESS_S = 1.0
 GIVE_BACK_S = 1.0
 """A link that was idle this long returns what it borrowed. At once would cost page faults with each burst."""
 TEST_BYTES = 64 << 10
+MAX_FAILOVERS = 2
+"""A transfer that loses more links than this ends: its KV may be what breaks them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,14 +29,15 @@ class HandoffSettings:
     host: str
     config: TransferConfig
     channel: ChannelSettings
-    copier: BlockCopier
+    copiers: tuple[BlockCopier, ...]
+    """One for each rank."""
     clock: Clock
-    nixl: NixlAgent
+    transports: Transports
 
     @property
     def layout(self) -> KVLayout:
         """The layout of the worker's KV."""
-        return self.copier.layout
+        return self.copiers[0].layout
 
     @property
     def test_bytes(self) -> int:

@@ -1,37 +1,35 @@
-"""A decode worker as a prefill worker sees it: the channel it said HELLO on, and the links it has opened there."""
+"""A decode worker as a prefill worker sees it: the channel it said HELLO on, its streams, and their links."""
 
 import asyncio
 import logging
-from collections.abc import Iterable
 from typing import Protocol
 
-from pdserve.cluster.base.errors import ChannelClosedError, ProtocolError
+from pdserve.cluster.base.errors import ChannelClosedError, ConfigError, ProtocolError
 from pdserve.cluster.base.messages import Message
 from pdserve.cluster.base.metrics import TransferMetrics
 from pdserve.cluster.base.tasks import BackgroundTasks
-from pdserve.cluster.base.transfer_messages import Chunk, CloseLink, Credit, Hello, Nack, OpenLink, TransferId
+from pdserve.cluster.base.transfer_messages import Cargo, Chunk, CloseLink, Credit, Hello, Nack, OpenLink
 from pdserve.cluster.base.wire import Channel
+from pdserve.kvtransfer.chunk_stream import ChunkStream
+from pdserve.kvtransfer.layout import layer_spans, plan_streams
 from pdserve.kvtransfer.link import LinkEvent, LinkState
+from pdserve.kvtransfer.sender import OutgoingChunk
 from pdserve.kvtransfer.slots import SlotPool
-from pdserve.kvtransfer.transports.tcp import TcpListener
 from pdserve.workers.handoff.outgoing_link import OutgoingLink
 from pdserve.workers.handoff.settings import GIVE_BACK_S, HandoffSettings
 
 logger = logging.getLogger(__name__)
 
 OPENING_LIMIT_S = 15.0
-STALLED_LIMIT = 3.0
-"""A link that stalls for this many times `stall_s` is given up: the sink opens another one."""
+STALLED_SHARE = 0.5
+"""A link that waits for a credit for this share of `stall_s` takes no new transfers."""
 
 
 class LinkOwner(Protocol):
     """What a connection tells the source service; on the loop."""
 
-    def chunk_sent(self, header: Chunk, stall_s: float) -> None:
-        """A transfer's chunk is on its way; it had waited `stall_s` for a slot."""
-
-    def fail_transfers(self, transfers: Iterable[TransferId], reason: str) -> None:
-        """The link of these transfers carries nothing more, or not now."""
+    def chunk_sent(self, cargo: Cargo, num_bytes: int, stall_s: float, *, is_first: bool) -> None:
+        """A transfer's chunk is on its way, perhaps not for the first time; it had waited `stall_s` for a slot."""
 
 
 class SinkConnection:
@@ -43,31 +41,44 @@ class SinkConnection:
         hello: Hello,
         settings: HandoffSettings,
         slots: SlotPool,
-        listener: TcpListener,
         owner: LinkOwner,
         tasks: BackgroundTasks,
         metrics: TransferMetrics,
     ) -> None:
+        """Raises ConfigError if a slot is too small for the pair."""
         self.channel = channel
         self.worker_id = hello.worker_id
         self.incarnation = hello.incarnation
         self._settings = settings
         self._slots = slots
-        self._listener = listener
         self._owner = owner
         self._tasks = tasks
         self._metrics = metrics
         self._links: dict[int, OutgoingLink] = {}
+        try:
+            self.streams = tuple(
+                ChunkStream(number, stream, layer_spans(settings.layout, stream, settings.config.slot_bytes))
+                for number, stream in enumerate(plan_streams(settings.layout, hello.kv))
+            )
+        except ValueError as error:
+            raise ConfigError(f"transfer.slot_bytes: {error}") from error
 
     @property
     def num_outstanding(self) -> int:
-        """Chunks sent and not credited, over all links."""
-        return sum(link.sender.num_outstanding for link in self._links.values())
+        """Chunks sent and not credited, or waiting for a link, over all streams."""
+        waiting = sum(stream.num_waiting for stream in self.streams)
+        return waiting + sum(link.sender.num_outstanding for link in self._links.values())
 
-    def usable_link(self, link_no: int) -> OutgoingLink | None:
-        """Return a link that new transfers may use."""
-        link = self._links.get(link_no)
-        return link if link is not None and link.life.is_usable else None
+    @property
+    def is_ready(self) -> bool:
+        """True if every stream has a link that new transfers may use."""
+        usable = {link.stream.number for link in self._links.values() if link.life.is_usable}
+        return len(usable) == len(self.streams)
+
+    def drop_void(self) -> None:
+        """Release the chunks of ended transfers."""
+        for stream in self.streams:
+            stream.drop_void()
 
     def post(self, message: Message) -> None:
         """Send a message; lost if the channel has gone: that is reported, and ends what it carried."""
@@ -81,14 +92,16 @@ class SinkConnection:
         link_no = message.link_no
         if link_no in self._links:
             raise ProtocolError(f"link {link_no} is open already")
-        events = _LinkEvents(self, link_no)
+        if not 0 <= message.stream_no < len(self.streams):
+            raise ProtocolError(f"stream {message.stream_no} of {len(self.streams)}")
+        stream = self.streams[message.stream_no]
+        events = _LinkEvents(self, link_no, stream)
         try:
-            link = OutgoingLink(
-                link_no, message.transport, self.channel, self._settings, self._slots, self._listener, events
-            )
+            link = OutgoingLink(link_no, stream, message.transport, self.channel, self._settings, self._slots, events)
         except (ProtocolError, OSError) as error:
             self.post(CloseLink(link_no=link_no, reason=str(error)))
             return
+        events.link = link
         self._links[link_no] = link
         self.post(link.offer(self._settings))
 
@@ -107,7 +120,7 @@ class SinkConnection:
             self.close_link(link.link_no, str(error), tell_sink=True)
 
     def close_link(self, link_no: int, reason: str, *, tell_sink: bool) -> None:
-        """Fence a link; its transfers end. Fine if it is closed."""
+        """Fence a link; what it carried goes on over the next one. Fine if it is closed."""
         link = self._links.pop(link_no, None)
         if link is None:
             return
@@ -116,11 +129,12 @@ class SinkConnection:
         self._metrics.fences.inc()
         if tell_sink:
             self.post(CloseLink(link_no=link_no, reason=reason))
-        self._owner.fail_transfers(list(link.transfers), f"link closed: {reason}")
         self._tasks.start(link.fence())
 
     def close(self) -> None:
         """The sink is gone: fence every link."""
+        for stream in self.streams:
+            stream.close()
         for link_no in list(self._links):
             self.close_link(link_no, "the sink is gone", tell_sink=False)
 
@@ -132,8 +146,8 @@ class SinkConnection:
             return None
         header = link.sender.credited(message.seq, message.slot)
         link.used_time = self._settings.clock.now()
-        if header.transfer is None:
-            link.life.apply(LinkEvent.TESTED)
+        if header.cargo is None:
+            link.tested()
             return None
         link.life.apply(LinkEvent.CREDITED)
         return header
@@ -148,13 +162,13 @@ class SinkConnection:
         logger.warning("worker_id=%s refused chunk %d: %s", self.worker_id, message.seq, message.reason)
         link.sender.refused(message.seq, message.slot)
 
-    def sent(self, link_no: int, header: Chunk, stall_s: float) -> None:
+    def sent(self, header: Chunk, stall_s: float, is_first: bool) -> None:
         """A chunk left."""
-        link = self._links.get(link_no)
+        link = self._links.get(header.link_no)
         if link is not None:
             link.sent(header)
-        if header.transfer is not None:
-            self._owner.chunk_sent(header, stall_s)
+        if header.cargo is not None:
+            self._owner.chunk_sent(header.cargo, header.num_bytes, stall_s, is_first=is_first)
 
     def links(self) -> list[OutgoingLink]:
         """Return the links, for the deadline task."""
@@ -168,7 +182,7 @@ class SinkConnection:
                 self.close_link(link.link_no, "the sink did not attach", tell_sink=True)
             return
         stalled_s = link.sender.stalled_for()
-        if stalled_s > config.stall_s:
+        if stalled_s > STALLED_SHARE * config.stall_s:
             self._stalled(link, stalled_s)
             return
         idle_s = now - link.used_time
@@ -179,25 +193,30 @@ class SinkConnection:
             link.sender.send_test()
 
     def _stalled(self, link: OutgoingLink, stalled_s: float) -> None:
-        if link.life.state is LinkState.TESTING or stalled_s > STALLED_LIMIT * self._settings.config.stall_s:
+        if stalled_s > self._settings.config.stall_s:
             self.close_link(link.link_no, f"no credit for {stalled_s:.1f} s", tell_sink=True)
             return
-        if link.life.state is not LinkState.STALLED:
+        if link.life.state is LinkState.OPEN:
             logger.warning("worker_id=%s link_no=%d stalled", self.worker_id, link.link_no)
         link.life.apply(LinkEvent.STALLED)
-        self._owner.fail_transfers(list(link.transfers), "the link stalled")
 
 
 class _LinkEvents:
     """Hands a sender thread's events to the loop."""
 
-    def __init__(self, connection: SinkConnection, link_no: int) -> None:
+    def __init__(self, connection: SinkConnection, link_no: int, stream: ChunkStream) -> None:
+        self.link: OutgoingLink | None = None
         self._connection = connection
         self._link_no = link_no
+        self._stream = stream
         self._loop = asyncio.get_running_loop()
 
-    def chunk_sent(self, header: Chunk, stall_s: float) -> None:
-        self._loop.call_soon_threadsafe(self._connection.sent, self._link_no, header, stall_s)
+    def chunk_sent(self, header: Chunk, stall_s: float, *, is_first: bool) -> None:
+        self._loop.call_soon_threadsafe(self._connection.sent, header, stall_s, is_first)
+
+    def left_over(self, chunks: list[OutgoingChunk]) -> None:
+        assert self.link is not None, "a sender runs for a link"
+        self._stream.take_back(self.link.sender, chunks)
 
     def link_broken(self, reason: str) -> None:
         self._loop.call_soon_threadsafe(self._broken, reason)

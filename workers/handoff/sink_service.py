@@ -23,6 +23,7 @@ from pdserve.cluster.base.tasks import BackgroundTasks
 from pdserve.cluster.base.timeline import Timeline
 from pdserve.cluster.base.transfer_messages import (
     Accept,
+    Cargo,
     Chunk,
     Commit,
     Final,
@@ -34,7 +35,7 @@ from pdserve.cluster.base.transfer_messages import (
     TransferId,
 )
 from pdserve.cluster.base.worker_info import LinkView, WorkerInfo
-from pdserve.kvtransfer.landing import CHECKSUM, SCATTER_FAILED, range_of
+from pdserve.kvtransfer.landing import CHECKSUM, SCATTER_FAILED
 from pdserve.kvtransfer.layout import Coverage
 from pdserve.kvtransfer.reaper import Reaper
 from pdserve.kvtransfer.sink import (
@@ -52,13 +53,11 @@ from pdserve.workers.engine.engine import Engine
 from pdserve.workers.engine.reservation import Reservation
 from pdserve.workers.handoff.block_target import BlockTarget
 from pdserve.workers.handoff.remote_prefill import RemotePrefill, Try
-from pdserve.workers.handoff.settings import TICK_S, HandoffSettings
+from pdserve.workers.handoff.settings import MAX_FAILOVERS, TICK_S, HandoffSettings
 from pdserve.workers.handoff.source_peer import SourcePeer
 from pdserve.workers.handoff.source_peers import SourcePeers
 
 logger = logging.getLogger(__name__)
-
-LANDING_STOP_S = 5.0
 
 
 class Offer(StrEnum):
@@ -132,7 +131,7 @@ class SinkService:
         for prefill in self._transfers.values():
             if prefill.present is not None:
                 counts[id(prefill.present.peer)] = counts.get(id(prefill.present.peer), 0) + 1
-        return tuple(peer.view(counts.get(id(peer), 0)) for peer in self._peers.all())
+        return tuple(view for peer in self._peers.all() for view in peer.views(counts.get(id(peer), 0)))
 
     def refresh_gauges(self) -> None:
         """Set the gauges of the sink side."""
@@ -149,13 +148,30 @@ class SinkService:
             self._end_transfers(peer, f"worker {peer.info.worker_id} was removed")
 
     def link_lost(self, peer: SourcePeer, reason: str) -> None:
+        """See PeerEvents: transfers go on over the next link, but not for ever."""
+        for prefill in self._transfers_of(peer):
+            present = prefill.present
+            assert present is not None, "selected by it"
+            present.num_link_losses += 1
+            if present.num_link_losses > MAX_FAILOVERS:
+                self._execute(prefill, present.machine.failed(reason, tell_source=True))
+                continue
+            prefill.timeline.mark(f"link lost: {reason}; goes on over the next one")
+            self._reaper.watch(present.transfer, present.limit_s, ("link lost", present.num_link_losses))
+            self._metrics.failovers.inc()
+
+    def peer_lost(self, peer: SourcePeer, reason: str) -> None:
         """See PeerEvents."""
         self._end_transfers(peer, reason)
 
     def _end_transfers(self, peer: SourcePeer, cause: str) -> None:
-        for prefill in list(self._transfers.values()):
-            if prefill.present is not None and prefill.present.peer is peer:
+        for prefill in self._transfers_of(peer):
+            if prefill.present is not None:
                 self._execute(prefill, prefill.present.machine.failed(cause, tell_source=True))
+
+    def _transfers_of(self, peer: SourcePeer) -> list[RemotePrefill]:
+        transfers = self._transfers.values()
+        return [prefill for prefill in transfers if prefill.present is not None and prefill.present.peer is peer]
 
     # Requests.
 
@@ -253,7 +269,6 @@ class SinkService:
 
     def _call(self, prefill: RemotePrefill, peer: SourcePeer) -> None:
         settings, request = self._settings, prefill.request
-        assert peer.link is not None, "a usable peer has a link"
         transfer = TransferId(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -264,22 +279,21 @@ class SinkService:
         prefill.present = Try(
             transfer=transfer,
             peer=peer,
-            machine=SinkTransfer(prefill.coverage, prefill.num_tokens, needs_kv=prefill.needs_kv),
+            machine=SinkTransfer(prefill.coverage, prefill.num_tokens, peer.streams, needs_kv=prefill.needs_kv),
             num_tokens=prefill.num_tokens,
             limit_s=settings.config.queued_timeout_s,
             posted_time=settings.clock.now(),
         )
         self._transfers[transfer] = prefill
-        self._peers.landing.expect(transfer)
+        self._peers.landings.expect(transfer)
         self._reaper.watch(transfer, settings.config.queued_timeout_s)
         num_held = prefill.coverage.num_held(prefill.num_tokens) if prefill.needs_kv else 0
         held = f", {num_held} tokens held" if num_held else ""
-        prefill.timeline.mark(f"asked {peer.info.worker_id} over {peer.link.transport}{held}")
-        settings.nixl.wake()
+        prefill.timeline.mark(f"asked {peer.info.worker_id} over {peer.transports}{held}")
+        settings.transports.wake()
         peer.post(
             Prefill(
                 transfer=transfer,
-                link_no=peer.link.link_no,
                 request=request,
                 num_tokens_held=num_held,
                 needs_kv=prefill.needs_kv,
@@ -360,13 +374,15 @@ class SinkService:
         prefill = self._find(message.transfer)
         if prefill is None or prefill.present is None:
             return
+        if len(message.num_chunks) != len(prefill.present.peer.streams):
+            raise ProtocolError(f"FINAL counts {len(message.num_chunks)} streams")
         metrics = self._metrics
         metrics.queue.observe(message.queue_s)
         metrics.credit_stall.observe(message.stall_s)
         if message.num_bytes:
             metrics.early_share.observe(message.early_bytes / message.num_bytes)
         prefill.timeline.mark(
-            f"all sent: {message.num_chunks} chunks, {message.num_bytes / 1e6:.2f} MB, "
+            f"all sent: {sum(message.num_chunks)} chunks, {message.num_bytes / 1e6:.2f} MB, "
             f"{message.early_bytes / max(1, message.num_bytes):.0%} before prefill ended; at the source "
             f"{message.queue_s * 1000:.1f} ms queued, {message.prefill_s * 1000:.1f} ms prefill, "
             f"{message.stall_s * 1000:.1f} ms waiting for slots"
@@ -403,13 +419,7 @@ class SinkService:
             case BindBlocks():
                 assert prefill.reservation is not None, "a transfer of KV has its reservation"
                 self._scheduler.reservations.bind(prefill.reservation)
-                target = BlockTarget(
-                    self._settings.copier,
-                    prefill.reservation.blocks,
-                    present.num_tokens,
-                    num_cached_tokens=prefill.reservation.num_cached_blocks * self._settings.layout.block_size,
-                )
-                self._peers.landing.bind(present.transfer, target)
+                self._peers.landings.bind(present.transfer, self._targets(prefill.reservation, present))
                 # A redeemed promise makes room for the next one.
                 self._loop.call_soon(self.admit_waiting)
             case EmitFirstToken(token=token):
@@ -423,11 +433,23 @@ class SinkService:
             case PostAbort(reason=reason_text):
                 present.peer.post(TransferAbort(transfer=present.transfer, reason=reason_text))
             case Unbind():
-                self._peers.landing.unbind(present.transfer)
+                self._peers.landings.unbind(present.transfer)
             case JoinBatch():
                 self._join(prefill, present)
             case _:
                 self._ended(prefill, present, instruction.cause)
+
+    def _targets(self, reservation: Reservation, present: Try) -> list[BlockTarget]:
+        return [
+            BlockTarget(
+                copier,
+                present.peer.streams,
+                reservation.blocks,
+                present.num_tokens,
+                num_cached_tokens=reservation.num_cached_blocks * self._settings.layout.block_size,
+            )
+            for copier in self._settings.copiers
+        ]
 
     def _join(self, prefill: RemotePrefill, present: Try) -> None:
         self._close_transfer(prefill, present)
@@ -457,7 +479,7 @@ class SinkService:
 
     def _close_transfer(self, prefill: RemotePrefill, present: Try) -> None:
         # No copy is in hand: every chunk was scattered, or UNBIND was answered, or nothing was ever bound.
-        self._peers.landing.unbind(present.transfer)
+        self._peers.landings.unbind(present.transfer)
         del self._transfers[present.transfer]
         prefill.present = None
         self._reaper.forget(present.transfer)
@@ -485,8 +507,8 @@ class SinkService:
 
     def chunk_scattered(self, header: Chunk) -> None:
         """A chunk is verified and in its blocks."""
-        assert header.transfer is not None, "test patterns are reported by themselves"
-        prefill = self._find(header.transfer)
+        cargo = _cargo_of(header)
+        prefill = self._find(cargo.transfer)
         if prefill is None or prefill.present is None:
             return
         present, now = prefill.present, self._settings.clock.now()
@@ -496,8 +518,8 @@ class SinkService:
         present.last_chunk_time = now
         present.num_bytes += header.num_bytes
         self._metrics.received_bytes.inc(header.num_bytes)
-        self._reaper.watch(header.transfer, present.limit_s, ("chunk", header.seq))
-        self._execute(prefill, present.machine.chunk_verified(range_of(header)))
+        self._reaper.watch(cargo.transfer, present.limit_s, ("chunk", header.link_no, header.seq))
+        self._execute(prefill, present.machine.chunk_verified(header.stream_no, cargo.chunk_no, cargo.range))
 
     def chunk_dropped(self, header: Chunk) -> None:
         """A chunk that nobody wants."""
@@ -505,15 +527,16 @@ class SinkService:
 
     def chunk_refused(self, header: Chunk, reason: str) -> bool:
         """A chunk that failed its checksum is sent again; one that does not belong ends its transfer."""
-        assert header.transfer is not None, "test patterns are reported by themselves"
-        prefill = self._transfers.get(header.transfer)
-        if prefill is not None and reason in (CHECKSUM, SCATTER_FAILED):
-            # What an earlier try had verified there may be overwritten now.
-            prefill.coverage.remove(range_of(header))
+        cargo = _cargo_of(header)
+        prefill = self._transfers.get(cargo.transfer)
+        if prefill is not None and prefill.present is not None and reason in (CHECKSUM, SCATTER_FAILED):
+            # What an earlier chunk or try had verified there may be overwritten now.
+            prefill.coverage.remove(prefill.present.peer.streams[header.stream_no].sink_rank, cargo.range)
+            prefill.present.machine.chunk_damaged(header.stream_no, cargo.chunk_no)
         if reason == CHECKSUM:
             self._metrics.checksum_failures.inc()
             return True
-        self._with(header.transfer, lambda present: present.machine.failed(reason, tell_source=True))
+        self._with(cargo.transfer, lambda present: present.machine.failed(reason, tell_source=True))
         return False
 
     def unbound(self, transfer: TransferId) -> None:
@@ -533,10 +556,18 @@ class SinkService:
                 except Exception:
                     # The barrier of this task: one transfer that fails badly does not cost the others (I6).
                     logger.exception("a deadline of the sink failed")
+            for peer in self._peers.all():
+                if not self._transfers_of(peer):
+                    peer.prefer_better()
 
     def _fail_overdue(self, transfer: TransferId, limit_s: float) -> None:
         cause = f"no progress for {limit_s:.1f} s"
         self._with(transfer, lambda present: present.machine.failed(cause, tell_source=True))
+
+
+def _cargo_of(header: Chunk) -> Cargo:
+    assert header.cargo is not None, "test patterns are reported by themselves"
+    return header.cargo
 
 
 class _Act(Protocol):

@@ -1,51 +1,37 @@
-"""A prefill worker as a decode worker sees it: the channel to it, and the link over which its KV arrives.
+"""A prefill worker as a decode worker sees it: the channel to it, and a link for each stream of the pair.
 
-Opens by itself and again after a loss: HELLO, then the first transport of the configuration whose test pattern comes
-through. A pair whose layouts differ stays refused, with the field, for as long as both live.
+Opens by itself and again after a loss. A pair that cannot exchange KV stays refused, with the field, for as long as
+both live.
 """
 
-import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pdserve.cluster.base.errors import ChannelClosedError, ProtocolError
+from pdserve.cluster.base.ids import WorkerId
 from pdserve.cluster.base.messages import Message
 from pdserve.cluster.base.metrics import TransferMetrics
 from pdserve.cluster.base.tasks import BackgroundTasks
-from pdserve.cluster.base.transfer_messages import (
-    Chunk,
-    CloseLink,
-    Credit,
-    Hello,
-    HelloOk,
-    LinkAttached,
-    LinkOffer,
-    Nack,
-    OpenLink,
-    Refuse,
-)
+from pdserve.cluster.base.transfer_messages import Chunk, CloseLink, Hello, HelloOk, LinkOffer, Refuse
 from pdserve.cluster.base.wire import Channel, ChannelClient
 from pdserve.cluster.base.worker_info import Endpoint, LinkView, WorkerInfo
 from pdserve.kvtransfer.landing import LandingThread
-from pdserve.kvtransfer.link import LinkEvent, LinkState
-from pdserve.workers.handoff.incoming_link import IncomingLink
+from pdserve.kvtransfer.layout import Stream, plan_streams
+from pdserve.workers.handoff.link_keeper import LinkKeeper
 from pdserve.workers.handoff.settings import HandoffSettings
 
 logger = logging.getLogger(__name__)
-
-OPEN_TIMEOUT_S = 5.0
-RETRY_MIN_S = 0.2
-RETRY_MAX_S = 5.0
-DEMOTION_FAILURES, DEMOTION_WINDOW_S = 3, 60.0
-"""A transport whose link worked and broke this often within the window makes way for the next one."""
 
 
 class PeerEvents(Protocol):
     """What a peer tells the sink service; on the loop."""
 
     def link_lost(self, peer: "SourcePeer", reason: str) -> None:
-        """Transfers over the link are over; its channel may still live."""
+        """A link has broken. The channel lives, and the peer's transfers go on over the next link."""
+
+    def peer_lost(self, peer: "SourcePeer", reason: str) -> None:
+        """The peer's transfers are over."""
 
     def transfer_message(self, peer: "SourcePeer", message: Message) -> None:
         """A message about a transfer. Raises ProtocolError for what cannot be."""
@@ -58,27 +44,23 @@ class SourcePeer:
         self,
         info: WorkerInfo,
         settings: HandoffSettings,
-        landing: LandingThread,
+        landings: Sequence[LandingThread],
         events: PeerEvents,
         metrics: TransferMetrics,
         draw_link_no: Callable[[], int],
     ) -> None:
         self.info = info
         self.note = ""
+        self.streams: tuple[Stream, ...] = ()
         self._settings = settings
-        self._landing = landing
+        self._landings = landings
         self._events = events
         self._metrics = metrics
         self._draw_link_no = draw_link_no
-        self._loop = asyncio.get_running_loop()
         self._channel: Channel | None = None
-        self._link: IncomingLink | None = None
-        self._fencing: dict[int, IncomingLink] = {}
-        self._next_transport = 0
-        self._retry_s = RETRY_MIN_S
-        self._failure_times: list[float] = []
-        self._timer: asyncio.TimerHandle | None = None
-        self._tasks = BackgroundTasks(f"the link to {info.worker_id}")
+        self._keepers: list[LinkKeeper] = []
+        self._past: list[LinkKeeper] = []
+        self._tasks = BackgroundTasks(f"the links to {info.worker_id}")
 
         async def resolve() -> Endpoint:
             return info.endpoint
@@ -87,31 +69,60 @@ class SourcePeer:
         self._client.start()
 
     async def stop(self) -> None:
-        """Disconnect; the link is fenced."""
+        """Disconnect; the links are fenced."""
         await self._client.stop()
         await self._tasks.wait()
 
     @property
-    def link(self) -> IncomingLink | None:
-        """The link, if transfers can use it now."""
-        return self._link if self._link is not None and self._link.life.is_usable else None
+    def worker_id(self) -> WorkerId:
+        """See LinkPair."""
+        return self.info.worker_id
+
+    @property
+    def is_connected(self) -> bool:
+        """See LinkPair."""
+        return self._channel is not None
+
+    @property
+    def is_usable(self) -> bool:
+        """True if every stream has an open link: transfers may begin."""
+        return bool(self._keepers) and all(keeper.is_open for keeper in self._keepers)
 
     @property
     def num_occupied_slots(self) -> int:
         """Slots that hold a chunk not yet credited."""
-        return 0 if self._link is None else self._link.num_occupied
+        return sum(keeper.num_occupied_slots for keeper in self._keepers)
 
-    def view(self, num_transfers: int) -> LinkView:
-        """Return what status shows."""
-        link = self._link
-        return LinkView(
-            peer=self.info.worker_id,
-            transport="" if link is None else link.transport.value,
-            state="connecting" if link is None else link.life.state.value,
-            num_transfers=num_transfers,
-            num_bytes=0 if link is None else link.num_bytes,
-            note=self.note,
-        )
+    @property
+    def transports(self) -> str:
+        """The transports of the links, for timelines."""
+        names = [keeper.link.transport.value for keeper in self._keepers if keeper.link is not None]
+        return "+".join(dict.fromkeys(names))
+
+    def views(self, num_transfers: int) -> list[LinkView]:
+        """Return what status shows, a view for each link."""
+
+        def view(transport: str, state: str, num_bytes: int, stream: Stream | None) -> LinkView:
+            return LinkView(
+                peer=self.info.worker_id,
+                transport=transport,
+                state=state,
+                source_rank=0 if stream is None else stream.source_rank,
+                sink_rank=0 if stream is None else stream.sink_rank,
+                num_transfers=num_transfers,
+                num_bytes=num_bytes,
+                note=self.note,
+            )
+
+        if not self._keepers:
+            return [view("", "connecting", 0, None)]
+        links = [(self.streams[keeper.stream_no], keeper.link) for keeper in self._keepers]
+        return [
+            view("", "connecting", 0, stream)
+            if link is None
+            else view(link.transport.value, link.life.state.value, link.num_bytes, stream)
+            for stream, link in links
+        ]
 
     def post(self, message: Message) -> None:
         """Send a message; lost if the channel has gone, which is reported by itself."""
@@ -122,12 +133,21 @@ class SourcePeer:
         except ChannelClosedError as error:
             logger.debug("worker_id=%s a message could not be posted: %s", self.info.worker_id, error)
 
+    def link_lost(self, reason: str) -> None:
+        """See LinkPair."""
+        if self._channel is not None:
+            self._events.link_lost(self, reason)
+
+    def prefer_better(self) -> None:
+        """No transfer uses the links: change to better transports that have rested."""
+        for keeper in self._keepers:
+            keeper.prefer_better()
+
     # The channel.
 
     def channel_opened(self, channel: Channel) -> None:
         """See ChannelHandler."""
         self._channel = channel
-        self._next_transport = 0
         settings = self._settings
         channel.post(
             Hello(
@@ -141,8 +161,12 @@ class SourcePeer:
     def channel_closed(self, channel: Channel, reason: str) -> None:
         """See ChannelHandler."""
         self._channel = None
-        self._cancel_timer()
-        self._drop_link(f"worker {self.info.worker_id} was lost: {reason}", tell_source=False)
+        lost = f"worker {self.info.worker_id} was lost: {reason}"
+        keepers, self._keepers = self._keepers, []
+        self._past.extend(keepers)
+        for keeper in keepers:
+            keeper.close(lost)
+        self._events.peer_lost(self, lost)
 
     def message_received(self, channel: Channel, message: Message) -> None:
         """See ChannelHandler. A source that breaks the protocol loses its channel."""
@@ -153,15 +177,15 @@ class SourcePeer:
                 case Refuse(reason=reason):
                     self.note = f"refused: {reason}"
                     logger.warning("worker_id=%s refuses this worker: %s", self.info.worker_id, reason)
-                case LinkOffer(link_no=link_no):
-                    if self._link is not None and self._link.link_no == link_no:
-                        self._tasks.start(self._attach(self._link, message))
-                case CloseLink(link_no=link_no, reason=reason):
-                    if self._link is not None and self._link.link_no == link_no:
-                        self._give_up(self._link, reason, tell_source=False)
-                case Chunk(link_no=link_no):
-                    if self._link is not None and self._link.link_no == link_no:
-                        self._link.header_received(message)
+                case LinkOffer():
+                    for keeper in self._keepers:
+                        keeper.offered(message)
+                case CloseLink():
+                    for keeper in self._keepers:
+                        keeper.closed_by_source(message)
+                case Chunk():
+                    for keeper in self._keepers:
+                        keeper.header_received(message)
                 case _:
                     self._events.transfer_message(self, message)
         except ProtocolError as error:
@@ -169,118 +193,61 @@ class SourcePeer:
             channel.close(f"protocol error: {error}")
 
     def _welcomed(self, message: HelloOk) -> None:
-        if self._link is not None:
+        if self._keepers:
             raise ProtocolError("HELLO was answered twice")
-        difference = self._settings.layout.difference(message.kv)
+        settings = self._settings
+        refusal = settings.layout.refusal(message.kv)
         if message.incarnation != self.info.incarnation:
-            difference = f"incarnation: {self.info.incarnation!r} announced, {message.incarnation!r} there"
-        if difference is not None:
-            self.note = f"refused: {difference}"
-            logger.warning("worker_id=%s does not fit: %s", self.info.worker_id, difference)
+            refusal = f"incarnation: {self.info.incarnation!r} announced, {message.incarnation!r} there"
+        if refusal is not None:
+            self.note = f"refused: {refusal}"
+            logger.warning("worker_id=%s does not fit: %s", self.info.worker_id, refusal)
             return
-        is_same = message.numerics_digest == self._settings.numerics_digest
-        self.note = "" if is_same else "tolerance class: numerics digests differ"
-        self._open()
+        self.note = self._class_note(message)
+        self.streams = plan_streams(message.kv, settings.layout)
+        self._keepers = [
+            LinkKeeper(
+                number,
+                self,
+                self._landings[stream.sink_rank],
+                settings,
+                self._metrics,
+                self._tasks,
+                self._draw_link_no,
+            )
+            for number, stream in enumerate(self.streams)
+        ]
+        for keeper in self._keepers:
+            keeper.open()
 
-    # The link.
+    def _class_note(self, message: HelloOk) -> str:
+        """Return why the pair's texts are of the tolerance class; empty if they are not."""
+        mine = self._settings.layout
+        if message.kv.kv_dtype != mine.kv_dtype:
+            return f"tolerance class: kv_dtype {message.kv.kv_dtype} there, {mine.kv_dtype} here"
+        if message.numerics_digest != self._settings.numerics_digest:
+            return "tolerance class: numerics digests differ"
+        return ""
 
-    def _open(self) -> None:
-        transports = self._settings.config.transports
-        transport = transports[self._next_transport % len(transports)]
-        self._link = IncomingLink(self._draw_link_no(), transport, self._landing)
-        self._set_timer(OPEN_TIMEOUT_S, self._give_up, self._link, "it did not open in time")
-        self.post(OpenLink(link_no=self._link.link_no, transport=transport.value))
-
-    async def _attach(self, link: IncomingLink, offer: LinkOffer) -> None:
-        def broken(reason: str) -> None:
-            self._loop.call_soon_threadsafe(self._give_up, link, reason)
-
-        try:
-            answer = await link.attach(offer, self._settings, broken)
-        except (OSError, ProtocolError) as error:
-            self._give_up(link, str(error))
-            return
-        if link is self._link:
-            self.post(LinkAttached(link_no=link.link_no, answer=answer))
+    # From the landing threads, on the loop.
 
     def test_verified(self, header: Chunk, *, is_right: bool) -> None:
-        """The test pattern came through, or did not."""
-        link = self._link
-        if link is None or link.link_no != header.link_no:
-            return
-        link.vacate(header.slot)
-        if not is_right:
-            self._give_up(link, "the test pattern came through wrong")
-            return
-        was_usable = link.life.is_usable
-        link.life.apply(LinkEvent.TESTED)
-        self.post(Credit(link_no=link.link_no, seq=header.seq, slot=header.slot))
-        if not was_usable:
-            self._cancel_timer()
-            self._retry_s = RETRY_MIN_S
-            logger.info("worker_id=%s link over %s is open", self.info.worker_id, link.transport)
+        """See LinkKeeper."""
+        for keeper in self._keepers:
+            keeper.test_verified(header, is_right=is_right)
 
-    def settle(self, header: Chunk, nack_reason: str | None = None) -> None:
-        """Return a chunk's slot to the source: with CREDIT, or with NACK and why."""
-        link = self._link
-        if link is None or link.link_no != header.link_no:
-            return  # its link is gone, and the slot with it
-        link.vacate(header.slot)
-        if nack_reason is None:
-            self.post(Credit(link_no=link.link_no, seq=header.seq, slot=header.slot))
-        else:
-            self.post(Nack(link_no=link.link_no, seq=header.seq, slot=header.slot, reason=nack_reason))
+    def settle(self, header: Chunk, nack_reason: str | None) -> None:
+        """See LinkKeeper."""
+        for keeper in self._keepers:
+            keeper.settle(header, nack_reason)
 
     def count_bytes(self, header: Chunk) -> None:
-        """Count a verified chunk for status."""
-        if self._link is not None and self._link.link_no == header.link_no:
-            self._link.num_bytes += header.num_bytes
+        """See LinkKeeper."""
+        for keeper in self._keepers:
+            keeper.count_bytes(header)
 
     def link_fenced(self, link_no: int) -> None:
-        """The landing thread is done with a link."""
-        link = self._fencing.pop(link_no, None)
-        if link is not None:
-            link.fenced()
-
-    def _give_up(self, link: IncomingLink, reason: str, *, tell_source: bool = True) -> None:
-        """Close the link and open another one after a pause, over the next transport if this one never worked."""
-        if link is not self._link:
-            return
-        now = self._settings.clock.now()
-        self._failure_times = [time for time in self._failure_times if now - time < DEMOTION_WINDOW_S] + [now]
-        never_worked = link.life.state in (LinkState.OPENING, LinkState.TESTING)
-        if never_worked or len(self._failure_times) >= DEMOTION_FAILURES:
-            self._failure_times = []
-            self._next_transport += 1
-            self._metrics.demotions.inc()
-        logger.warning("worker_id=%s link over %s: %s", self.info.worker_id, link.transport, reason)
-        self._drop_link(reason, tell_source=tell_source)
-        if self._channel is not None:
-            is_next_at_once = self._next_transport % len(self._settings.config.transports) != 0
-            self._set_timer(0.0 if is_next_at_once else self._retry_s, self._open_again)
-            self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
-
-    def _open_again(self) -> None:
-        if self._channel is not None and self._link is None:
-            self._open()
-
-    def _drop_link(self, reason: str, *, tell_source: bool) -> None:
-        link, self._link = self._link, None
-        if link is None:
-            return
-        if tell_source:
-            self.post(CloseLink(link_no=link.link_no, reason=reason))
-        self._metrics.fences.inc()
-        self._fencing[link.link_no] = link
-        link.break_off()
-        self._tasks.start(link.fence())
-        self._events.link_lost(self, reason)
-
-    def _set_timer(self, delay_s: float, act: Callable[..., None], *arguments: object) -> None:
-        self._cancel_timer()
-        self._timer = self._loop.call_later(delay_s, act, *arguments)
-
-    def _cancel_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        """See LinkKeeper."""
+        for keeper in (*self._keepers, *self._past):
+            keeper.link_fenced(link_no)
+        self._past = [keeper for keeper in self._past if keeper.is_fencing]

@@ -1,4 +1,4 @@
-"""The prefill workers that a decode worker knows, and the landing thread that serves all their links."""
+"""The prefill workers that a decode worker knows, and the landing threads that serve all their links."""
 
 import asyncio
 import logging
@@ -11,13 +11,11 @@ from pdserve.cluster.base.metrics import TransferMetrics
 from pdserve.cluster.base.tasks import BackgroundTasks
 from pdserve.cluster.base.transfer_messages import Chunk, TransferId
 from pdserve.cluster.base.worker_info import WorkerInfo
-from pdserve.kvtransfer.landing import LandingThread
+from pdserve.workers.handoff.landings import Landings
 from pdserve.workers.handoff.settings import HandoffSettings
 from pdserve.workers.handoff.source_peer import PeerEvents, SourcePeer
 
 logger = logging.getLogger(__name__)
-
-LANDING_STOP_S = 5.0
 
 
 class ChunkEvents(Protocol):
@@ -50,19 +48,18 @@ class SourcePeers:
         self._leaving: set[SourcePeer] = set()
         self._link_numbers = count(1)
         self._tasks = BackgroundTasks("the prefill workers' links")
-        self.landing = LandingThread(_LandingEvents(self))
+        self.landings = Landings(lambda: _LandingEvents(self), settings.layout.tp_size)
 
     def start(self) -> None:
         """Begin to land chunks."""
-        self.landing.start()
+        self.landings.start()
 
     async def stop(self) -> None:
-        """Disconnect from everyone and end the landing thread."""
+        """Disconnect from everyone and end the landing threads."""
         for key in list(self._peers):
             self._disconnect(key)
         await self._tasks.wait()
-        if not await asyncio.to_thread(self.landing.stop, LANDING_STOP_S):
-            logger.error("the landing thread did not end within %g s", LANDING_STOP_S)
+        await self.landings.stop()
 
     def announce(self, workers: Sequence[WorkerInfo]) -> list[SourcePeer]:
         """Keep a link to each of these, and to no other; return those that were dropped."""
@@ -73,7 +70,7 @@ class SourcePeers:
                 self._peers[key] = SourcePeer(
                     info,
                     self._settings,
-                    self.landing,
+                    self.landings.threads,
                     self._peer_events,
                     self._metrics,
                     lambda: next(self._link_numbers),
@@ -92,10 +89,8 @@ class SourcePeers:
         self._leaving.discard(peer)
 
     def usable(self, worker_id: WorkerId) -> SourcePeer | None:
-        """Return the peer of that name if its link can be used now."""
-        return next(
-            (peer for (name, _), peer in self._peers.items() if name == worker_id and peer.link is not None), None
-        )
+        """Return the peer of that name if its links can be used now."""
+        return next((peer for (name, _), peer in self._peers.items() if name == worker_id and peer.is_usable), None)
 
     def all(self) -> list[SourcePeer]:
         """Return every peer that has not left."""
@@ -104,9 +99,9 @@ class SourcePeers:
     @property
     def is_idle(self) -> bool:
         """True if no transfer is bound and no slot holds a chunk (I16)."""
-        return self.landing.num_bindings == 0 and not any(peer.num_occupied_slots for peer in self._peers.values())
+        return self.landings.num_bindings == 0 and not any(peer.num_occupied_slots for peer in self._peers.values())
 
-    # From the landing thread, on the loop.
+    # From the landing threads, on the loop.
 
     def chunk_scattered(self, header: Chunk) -> None:
         """Credit the chunk, then tell."""
@@ -130,8 +125,9 @@ class SourcePeers:
             peer.test_verified(header, is_right=is_right)
 
     def unbound(self, transfer: TransferId) -> None:
-        """Nothing writes the transfer's blocks any more."""
-        self._chunk_events.unbound(transfer)
+        """A rank has answered; with the last answer nothing writes the transfer's blocks any more."""
+        if self.landings.answered(transfer):
+            self._chunk_events.unbound(transfer)
 
     def link_fenced(self, link_no: int) -> None:
         """Nothing reads the link's slots any more."""
@@ -144,7 +140,7 @@ class SourcePeers:
 
 
 class _LandingEvents:
-    """Hands the landing thread's events to the loop."""
+    """Hands a landing thread's events to the loop."""
 
     def __init__(self, peers: SourcePeers) -> None:
         self._peers = peers

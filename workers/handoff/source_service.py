@@ -6,11 +6,11 @@ the shell between channels, engine thread and links.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from pdserve.cluster.base.errors import InvalidRequestError, ProtocolError
+from pdserve.cluster.base.errors import ConfigError, InvalidRequestError, ProtocolError
 from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.messages import Message
 from pdserve.cluster.base.metrics import TransferMetrics
@@ -18,7 +18,7 @@ from pdserve.cluster.base.request import Request, TokenDelta
 from pdserve.cluster.base.tasks import BackgroundTasks
 from pdserve.cluster.base.transfer_messages import (
     Accept,
-    Chunk,
+    Cargo,
     CloseLink,
     Commit,
     Credit,
@@ -49,10 +49,8 @@ from pdserve.kvtransfer.source import (
     SourceState,
     SourceTransfer,
 )
-from pdserve.kvtransfer.transports.tcp import TcpListener
 from pdserve.workers.engine.engine import Engine
 from pdserve.workers.handoff.exports import Export, KVExporter
-from pdserve.workers.handoff.outgoing_link import OutgoingLink
 from pdserve.workers.handoff.settings import PROGRESS_S, TICK_S, HandoffSettings
 from pdserve.workers.handoff.sink_connection import SinkConnection
 
@@ -80,7 +78,6 @@ class _Outgoing:
     request_id: RequestId
     """What the engine knows it by: two sinks may use one request id."""
     sink: SinkConnection
-    link: OutgoingLink | None
     export: Export
     machine: SourceTransfer = field(default_factory=SourceTransfer)
     arrival_time: float
@@ -100,15 +97,12 @@ class SourceService:
         self._settings = settings
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
-        self._listener = TcpListener(settings.channel.token)
         self._slots = SlotPool(settings.config.max_slots)
         self._sinks: dict[Channel, SinkConnection] = {}
         self._transfers: dict[TransferId, _Outgoing] = {}
         self._by_request: dict[RequestId, _Outgoing] = {}
         self._reaper: Reaper[TransferId] = Reaper(settings.clock)
-        self._exporter = KVExporter(
-            settings.copier, engine.pool, slot_bytes=settings.config.slot_bytes, on_start=self._on_start
-        )
+        self._exporter = KVExporter(settings.copiers, engine.pool, on_start=self._on_start)
         engine.exports = self._exporter
         self._tasks = BackgroundTasks("the source")
         self._watcher: asyncio.Task[None] | None = None
@@ -116,8 +110,7 @@ class SourceService:
         self._failure: str | None = None
 
     async def start(self) -> None:
-        """Listen for data connections and begin to watch deadlines."""
-        await self._listener.start(self._settings.host)
+        """Begin to watch deadlines."""
         self._watcher = self._tasks.start(self._watch(), name="source deadlines")
 
     async def stop(self) -> None:
@@ -127,7 +120,6 @@ class SourceService:
         if self._watcher is not None:
             self._watcher.cancel()
         await self._tasks.wait()
-        await self._listener.stop()
 
     @property
     def num_transfers(self) -> int:
@@ -136,7 +128,7 @@ class SourceService:
 
     @property
     def is_idle(self) -> bool:
-        """True if no transfer, export or outstanding chunk is left (I16)."""
+        """True if no transfer, export, waiting or outstanding chunk is left (I16)."""
         outstanding = sum(sink.num_outstanding for sink in self._sinks.values())
         return not self._transfers and not len(self._exporter) and outstanding == 0 and not len(self._reaper)
 
@@ -194,13 +186,17 @@ class SourceService:
         if channel in self._sinks:
             channel.close("protocol error: HELLO twice")
             return
-        difference = self._settings.layout.difference(message.kv)
-        if difference is not None:
-            logger.warning("worker_id=%s refused: %s", message.worker_id, difference)
-            channel.post(Refuse(reason=difference))
-            return
         settings = self._settings
-        sink = SinkConnection(channel, message, settings, self._slots, self._listener, self, self._tasks, self._metrics)
+        refusal = settings.layout.refusal(message.kv)
+        if refusal is None:
+            try:
+                sink = SinkConnection(channel, message, settings, self._slots, self, self._tasks, self._metrics)
+            except ConfigError as error:
+                refusal = str(error)
+        if refusal is not None:
+            logger.warning("worker_id=%s refused: %s", message.worker_id, refusal)
+            channel.post(Refuse(reason=refusal))
+            return
         self._sinks[channel] = sink
         sink.post(
             HelloOk(
@@ -211,28 +207,22 @@ class SourceService:
             )
         )
 
-    def chunk_sent(self, header: Chunk, stall_s: float) -> None:
+    def chunk_sent(self, cargo: Cargo, num_bytes: int, stall_s: float, *, is_first: bool) -> None:
         """See LinkOwner."""
-        assert header.transfer is not None, "test patterns are none of a transfer's"
-        self._metrics.sent_bytes.inc(header.num_bytes)
-        outgoing = self._transfers.get(header.transfer)
+        self._metrics.sent_bytes.inc(num_bytes)
+        outgoing = self._transfers.get(cargo.transfer)
         if outgoing is None:
             return
-        if not header.num_resends:
-            outgoing.num_bytes += header.num_bytes
+        if is_first:
+            outgoing.num_bytes += num_bytes
             outgoing.stall_s += stall_s
-        self._execute(outgoing, outgoing.machine.chunk_sent(is_resend=header.num_resends > 0))
-
-    def fail_transfers(self, transfers: Iterable[TransferId], reason: str) -> None:
-        """See LinkOwner."""
-        for transfer in transfers:
-            self._with(transfer, lambda outgoing: outgoing.machine.failed(reason))
+        self._execute(outgoing, outgoing.machine.chunk_sent(is_first=is_first))
 
     def _credited(self, sink: SinkConnection, message: Credit) -> None:
         header = sink.credited(message)
-        if header is None or header.transfer is None:
+        if header is None or header.cargo is None:
             return
-        outgoing = self._transfers.get(header.transfer)
+        outgoing = self._transfers.get(header.cargo.transfer)
         if outgoing is None:
             self._metrics.stale.inc()
             return
@@ -248,24 +238,20 @@ class SourceService:
         if refusal is not None:
             sink.post(Reject(transfer=transfer, reason=refusal))
             return
-        link = sink.usable_link(message.link_no) if message.needs_kv else None
         request_id = RequestId(f"{transfer.request_id}/{transfer.attempt}/{transfer.transfer_no}@{transfer.sink}")
         export = Export(
             transfer=transfer,
             num_tokens=len(request.prompt_token_ids) + len(request.resume_token_ids),
             num_held=message.num_tokens_held,
-            sender=None if link is None else link.sender,
+            streams=sink.streams if message.needs_kv else (),
         )
         outgoing = _Outgoing(
             transfer=transfer,
             request_id=request_id,
             sink=sink,
-            link=link,
             export=export,
             arrival_time=self._settings.clock.now(),
         )
-        if link is not None:
-            link.transfers.add(transfer)
         position = self._num_queued
         self._transfers[transfer] = outgoing
         self._by_request[request_id] = outgoing
@@ -287,8 +273,8 @@ class SourceService:
             return "the transfer names another life of this pair"
         if transfer in self._transfers:
             return "this transfer is already here"
-        if message.needs_kv and sink.usable_link(message.link_no) is None:
-            return f"link {message.link_no} is not open"
+        if message.needs_kv and not sink.is_ready:
+            return "not every link is open"
         if message.num_tokens_held < 0 or message.deadline_s <= 0:
             return "num_tokens_held and deadline_s must not be negative"
         try:
@@ -313,7 +299,7 @@ class SourceService:
             outgoing.export.num_computed = outgoing.export.num_tokens
             self._execute(
                 outgoing,
-                outgoing.machine.prefilled(delta, outgoing.export.num_chunks),
+                outgoing.machine.prefilled(delta, sum(outgoing.export.num_chunks)),
             )
         return others
 
@@ -346,18 +332,18 @@ class SourceService:
                     outgoing.sink.post(FirstToken(transfer=outgoing.transfer, token=token))
                     if token.finish_reason is not None:
                         outgoing.export.is_void = True  # the sink has its ending: stop sending
-                case SendFinal(num_chunks=num_chunks):
-                    outgoing.sink.post(self._final(outgoing, num_chunks))
+                case SendFinal():
+                    outgoing.sink.post(self._final(outgoing))
                 case SendAbort(reason=reason):
                     outgoing.sink.post(TransferAbort(transfer=outgoing.transfer, reason=reason))
                 case _:
                     self._forget(outgoing)
 
-    def _final(self, outgoing: _Outgoing, num_chunks: int) -> Final:
+    def _final(self, outgoing: _Outgoing) -> Final:
         assert outgoing.end_time is not None, "FINAL follows the first token"
         return Final(
             transfer=outgoing.transfer,
-            num_chunks=num_chunks,
+            num_chunks=tuple(outgoing.export.num_chunks) or (0,) * len(outgoing.sink.streams),
             num_bytes=outgoing.num_bytes,
             early_bytes=outgoing.early_bytes,
             queue_s=outgoing.start_time - outgoing.arrival_time,
@@ -370,9 +356,7 @@ class SourceService:
         del self._by_request[outgoing.request_id]
         self._reaper.forget(outgoing.transfer)
         self._exporter.remove(outgoing.request_id)
-        if outgoing.link is not None:
-            outgoing.link.transfers.discard(outgoing.transfer)
-            outgoing.link.sender.drop_void()
+        outgoing.sink.drop_void()
         if outgoing.end_time is None:
             self._inbox.abort(outgoing.request_id, outgoing.transfer.attempt)
         self._metrics.sent.labels(outgoing.machine.state.value).inc()

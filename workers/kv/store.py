@@ -1,7 +1,8 @@
 """The KV store: the only owner of KV bytes, one tensor per layer.
 
-Layout of a layer: [num_blocks, 2, kv_heads, block_size, row], the same on every device. A row is head_dim fp32
-values, or an int8 row (int8_rows). Layers of one KV group share block ids; groups are separate pools.
+Layout of a layer: [num_blocks, 2, kv_heads, block_size, row], the same on every device; the heads are those of one
+rank, a row is one head's key or value of one token (rows.py). Layers of one KV group share block ids; groups are
+separate pools.
 """
 
 from collections.abc import Sequence
@@ -9,21 +10,21 @@ from collections.abc import Sequence
 import torch
 
 from pdserve.cluster.base.kv_layout import KVDtype, KVLayout
-from pdserve.workers.kv.int8_rows import int8_row_bytes
-
-_DTYPES = {KVDtype.FLOAT32: torch.float32, KVDtype.INT8: torch.int8}
+from pdserve.workers.kv.rows import TORCH_DTYPES
 
 
 class KVStore:
-    """KV tensors of one worker."""
+    """KV tensors of one rank of a worker."""
 
-    def __init__(self, layout: KVLayout, *, num_blocks: Sequence[int], device: torch.device) -> None:
+    def __init__(self, layout: KVLayout, *, num_blocks: Sequence[int], device: torch.device, rank: int = 0) -> None:
         """`num_blocks` is one number per KV group."""
         self.layout = layout
+        self.rank = rank
         self.num_blocks = tuple(num_blocks)
         self.block_size = layout.block_size
-        dtype = _DTYPES[KVDtype(layout.kv_dtype)]
-        shape = (2, layout.num_kv_heads, layout.block_size, layout.row_bytes // dtype.itemsize)
+        dtype = TORCH_DTYPES[KVDtype(layout.kv_dtype)]
+        first_head, end_head = layout.heads_of(rank)
+        shape = (2, end_head - first_head, layout.block_size, layout.row_bytes // dtype.itemsize)
         counts = {
             layer: count for group, count in zip(layout.groups, num_blocks, strict=True) for layer in group.layers
         }
@@ -39,11 +40,6 @@ class KVStore:
     def layer(self, index: int) -> torch.Tensor:
         """Return the KV of one layer."""
         return self._layers[index]
-
-
-def row_bytes(kv_dtype: KVDtype, head_dim: int) -> int:
-    """Return the bytes of one head's key or value of one token."""
-    return int8_row_bytes(head_dim) if kv_dtype is KVDtype.INT8 else head_dim * _DTYPES[kv_dtype].itemsize
 
 
 def block_bytes(layout: KVLayout, group: int) -> int:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from pdserve.workers.attention.protocol import StepMetadata
-from pdserve.workers.kv.int8_rows import INT8_MAX, row_scales
+from pdserve.workers.kv.rows import INT8_MAX, row_scales
 from pdserve.workers.model.families import Activation
 from pdserve.workers.model.ops import QKVParameters
 from pdserve.workers.model.scalar_math import exp32
@@ -74,7 +74,7 @@ def _norm_and_rotate(row, start, size, weight, has_norm, cos, sin, position, eps
 
 @numba.njit(nogil=True, fastmath=_ROW_MATH)
 def _quantize(values, start, out):  # type: ignore[no-untyped-def]  # numba infers the types
-    # Writes out[:D] for values[start : start + D], D = len(out); returns the scale. As int8_rows.quantize_rows does.
+    # Writes out[:D] for values[start : start + D], D = len(out); returns the scale. As rows.quantize_rows does.
     # A row with NaN or inf has a scale of NaN, so that it shows.
     peak, total = np.float32(0.0), np.float32(0.0)
     for d in range(out.shape[0]):

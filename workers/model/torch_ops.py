@@ -3,7 +3,7 @@
 import torch
 
 from pdserve.workers.attention.protocol import StepMetadata
-from pdserve.workers.kv.int8_rows import quantize_rows
+from pdserve.workers.kv.rows import quantize_rows
 from pdserve.workers.model.families import Activation
 from pdserve.workers.model.ops import QKVParameters
 

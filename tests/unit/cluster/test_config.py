@@ -125,7 +125,7 @@ def test_every_key_is_read_somewhere() -> None:
     root = Path(__file__).parents[3]
     code = "".join(
         path.read_text()
-        for folder in ("cluster", "workers", "router", "deploy")
+        for folder in ("cluster", "kvtransfer", "workers", "router", "deploy")
         for path in (root / folder).rglob("*.py")
     )
     ignored = [key for key in documented_keys(DeploymentConfig) if f".{key.rpartition('.')[2]}" not in code]

@@ -7,30 +7,13 @@ from hypothesis import strategies as st
 from pdserve.cluster.base.errors import ProtocolError
 from pdserve.cluster.base.transfer_messages import Chunk
 from pdserve.kvtransfer.slots import LandingSlots, SlotLedger, SlotPool
-
-
-def header(seq: int, slot: int, num_bytes: int = 8) -> Chunk:
-    return Chunk(
-        link_no=1,
-        seq=seq,
-        slot=slot,
-        transfer=None,
-        group=0,
-        first_layer=0,
-        end_layer=1,
-        first_token=0,
-        end_token=1,
-        num_bytes=num_bytes,
-        checksum=0,
-        num_resends=0,
-        is_void=False,
-    )
+from support.chunks import make_header
 
 
 def send(ledger: SlotLedger, now: float = 0.0) -> Chunk:
     slot = ledger.take()
     assert slot is not None
-    chunk = header(ledger.next_seq(), slot)
+    chunk = make_header(ledger.next_seq(), slot)
     ledger.sent(chunk, now)
     return chunk
 
@@ -76,7 +59,7 @@ def test_a_refused_chunk_keeps_its_slot_for_the_resend() -> None:
     assert ledger.refused(chunk.seq, chunk.slot) == chunk
     assert ledger.take() is None
     assert ledger.oldest_time is None
-    ledger.sent(header(ledger.next_seq(), chunk.slot), 2.0)
+    ledger.sent(make_header(ledger.next_seq(), chunk.slot), 2.0)
     ledger.credited(1, chunk.slot)
     ledger.validate()
 
@@ -101,7 +84,7 @@ def test_slots_always_add_up(actions: list[int]) -> None:
             slot = ledger.take()
             held += [] if slot is None else [slot]
         elif action == 1 and held:
-            chunk = header(ledger.next_seq(), held.pop())
+            chunk = make_header(ledger.next_seq(), held.pop())
             ledger.sent(chunk, 0.0)
             sent.append(chunk)
         elif action == 2 and sent:
@@ -118,11 +101,17 @@ def test_slots_always_add_up(actions: list[int]) -> None:
 
 def test_the_sink_sees_a_slot_that_was_not_credited_and_a_chunk_that_does_not_fit() -> None:
     # I2, I17
-    slots = LandingSlots(num_slots=2, slot_bytes=8)
-    slots.occupy(header(0, 0))
-    for wrong in (header(1, 0), header(1, 2), header(1, -1), header(1, 1, num_bytes=9), header(1, 1, num_bytes=0)):
+    slots = LandingSlots(link_no=1, stream_no=0, num_slots=2, slot_bytes=8)
+    slots.occupy(make_header(0, 0))
+    for wrong in (
+        make_header(1, 0),
+        make_header(1, 2),
+        make_header(1, -1),
+        make_header(1, 1, num_bytes=9),
+        make_header(1, 1, num_bytes=0),
+    ):
         with pytest.raises(ProtocolError):
             slots.occupy(wrong)
     slots.vacate(0)
-    slots.occupy(header(1, 0))
+    slots.occupy(make_header(1, 0))
     assert len(slots) == 1

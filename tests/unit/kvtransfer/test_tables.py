@@ -7,9 +7,9 @@ import pytest
 
 from pdserve.cluster.base.clock import ManualClock
 from pdserve.cluster.base.ids import RequestId
-from pdserve.cluster.base.kv_layout import GroupLayout, KVDtype, KVLayout
+from pdserve.cluster.base.kv_layout import ChunkRange, GroupLayout, KVDtype, KVLayout
 from pdserve.cluster.base.request import FinishReason, TokenDelta
-from pdserve.kvtransfer.layout import ChunkRange, Coverage
+from pdserve.kvtransfer.layout import Coverage
 from pdserve.kvtransfer.link import LinkEvent, LinkLife, LinkState
 from pdserve.kvtransfer.reaper import Reaper
 from pdserve.kvtransfer.sink import (
@@ -26,25 +26,25 @@ from pdserve.kvtransfer.sink import (
 )
 from pdserve.kvtransfer.source import SendAbort, SendFinal, SendFirstToken, SourceState, SourceTransfer, StopWork
 from pdserve.kvtransfer.table import IllegalTransitionError
+from support.chunks import whole_stream
 
 LAYOUT = KVLayout(
     model_digest="m",
     kv_dtype=KVDtype.FLOAT32,
-    row_bytes=8,
     block_size=16,
     num_kv_heads=1,
     head_dim=2,
     groups=(GroupLayout(window=0, layers=(0,)),),
 )
-FIRST = ChunkRange(group=0, first_layer=0, end_layer=1, first_token=0, end_token=16)
-SECOND = ChunkRange(group=0, first_layer=0, end_layer=1, first_token=16, end_token=20)
+FIRST = ChunkRange(group=0, first_layer=0, end_layer=1, first_head=0, end_head=1, first_token=0, end_token=16)
+SECOND = ChunkRange(group=0, first_layer=0, end_layer=1, first_head=0, end_head=1, first_token=16, end_token=20)
 SAMPLED = TokenDelta(request_id=RequestId("at-source"), attempt=0, index=0, token_ids=(7,))
 LAST = replace(SAMPLED, finish_reason=FinishReason.STOP)
 TOKEN = EmitFirstToken(token=SAMPLED)
 
 
 def sink(*, needs_kv: bool = True) -> SinkTransfer:
-    return SinkTransfer(Coverage(LAYOUT), 20, needs_kv=needs_kv)
+    return SinkTransfer(Coverage(LAYOUT), 20, [whole_stream(LAYOUT)], needs_kv=needs_kv)
 
 
 def test_a_sink_commits_when_counts_and_coverage_are_met_whatever_comes_last() -> None:
@@ -59,9 +59,9 @@ def test_a_sink_commits_when_counts_and_coverage_are_met_whatever_comes_last() -
         assert transfer.started() == [BindBlocks()]
         events = {
             "token": lambda transfer=transfer: transfer.first_token(SAMPLED),
-            "final": lambda transfer=transfer: transfer.final(2),
-            "first": lambda transfer=transfer: transfer.chunk_verified(FIRST),
-            "second": lambda transfer=transfer: transfer.chunk_verified(SECOND),
+            "final": lambda transfer=transfer: transfer.final((2,)),
+            "first": lambda transfer=transfer: transfer.chunk_verified(0, 0, FIRST),
+            "second": lambda transfer=transfer: transfer.chunk_verified(0, 1, SECOND),
         }
         instructions: list[SinkInstruction] = []
         for name in order:
@@ -75,9 +75,9 @@ def test_right_counts_without_coverage_fail_instead_of_decoding() -> None:
     transfer = sink()
     transfer.started()
     transfer.first_token(SAMPLED)
-    transfer.chunk_verified(FIRST)
-    transfer.chunk_verified(FIRST)
-    instructions = transfer.final(2)
+    transfer.chunk_verified(0, 0, FIRST)
+    transfer.chunk_verified(0, 1, FIRST)
+    instructions = transfer.final((2,))
     assert instructions == [PostAbort(reason="the chunks do not cover the prompt"), Unbind()]
     assert transfer.unbound() == [TransferEnded(cause="the chunks do not cover the prompt")]
     assert transfer.state is SinkState.FAILED
@@ -89,8 +89,8 @@ def test_a_first_token_that_ends_the_request_commits_without_a_batch() -> None:
     transfer.started()
     ending = transfer.first_token(LAST)
     assert ending == [EmitFirstToken(token=LAST), PostCommit(), Unbind()]
-    assert transfer.chunk_verified(FIRST) == []
-    assert transfer.final(2) == []
+    assert transfer.chunk_verified(0, 0, FIRST) == []
+    assert transfer.final((2,)) == []
     assert transfer.failed("late", tell_source=True) == []
     assert transfer.unbound() == [TransferEnded(cause=None)]
     assert transfer.state is SinkState.COMMITTED
@@ -130,7 +130,7 @@ def test_a_failure_before_the_start_ends_at_once() -> None:
 
 def test_a_chunk_that_is_counted_before_the_start_is_our_fault() -> None:
     with pytest.raises(IllegalTransitionError, match="chunk verified in offered"):
-        sink().chunk_verified(FIRST)
+        sink().chunk_verified(0, 0, FIRST)
 
 
 def test_every_attempt_of_a_sink_ends_once_under_random_events() -> None:
@@ -142,10 +142,10 @@ def test_every_attempt_of_a_sink_ends_once_under_random_events() -> None:
         log: list[SinkInstruction] = []
         events = [
             lambda transfer=transfer: transfer.started(),
-            lambda transfer=transfer: transfer.chunk_verified(FIRST),
-            lambda transfer=transfer: transfer.chunk_verified(SECOND),
+            lambda transfer=transfer: transfer.chunk_verified(0, 0, FIRST),
+            lambda transfer=transfer: transfer.chunk_verified(0, 1, SECOND),
             lambda transfer=transfer, rng=rng: transfer.first_token(rng.choice([SAMPLED, SAMPLED, LAST])),
-            lambda transfer=transfer: transfer.final(2),
+            lambda transfer=transfer: transfer.final((2,)),
             lambda transfer=transfer: transfer.failed("x", tell_source=True),
         ]
         while not transfer.has_ended:
@@ -165,13 +165,13 @@ def test_every_attempt_of_a_sink_ends_once_under_random_events() -> None:
 def test_a_source_says_final_once_after_token_and_chunks() -> None:
     transfer = SourceTransfer()
     transfer.started()
-    assert transfer.chunk_sent(is_resend=False) == []
+    assert transfer.chunk_sent(is_first=True) == []
     assert transfer.state is SourceState.STREAMING
     transfer.chunk_credited()
     assert transfer.state is SourceState.RUNNING
     assert transfer.prefilled(SAMPLED, 2) == [SendFirstToken(token=SAMPLED)]
-    assert transfer.chunk_sent(is_resend=False) == [SendFinal(num_chunks=2)]
-    assert transfer.chunk_sent(is_resend=True) == []
+    assert transfer.chunk_sent(is_first=True) == [SendFinal()]
+    assert transfer.chunk_sent(is_first=False) == []
     assert transfer.state is SourceState.SENT
     assert transfer.committed() == [StopWork()]
     assert transfer.failed("late") == transfer.aborted() == transfer.committed() == []
@@ -180,7 +180,7 @@ def test_a_source_says_final_once_after_token_and_chunks() -> None:
 def test_a_source_without_chunks_is_final_at_once() -> None:
     transfer = SourceTransfer()
     transfer.started()
-    assert transfer.prefilled(replace(SAMPLED, finish_reason=FinishReason.LENGTH), 0)[1:] == [SendFinal(num_chunks=0)]
+    assert transfer.prefilled(replace(SAMPLED, finish_reason=FinishReason.LENGTH), 0)[1:] == [SendFinal()]
 
 
 @pytest.mark.parametrize("num_steps", range(5))
@@ -189,7 +189,7 @@ def test_a_failing_source_tells_its_sink_in_every_state(num_steps: int) -> None:
     transfer = SourceTransfer()
     steps = [
         transfer.started,
-        lambda: transfer.chunk_sent(is_resend=False),
+        lambda: transfer.chunk_sent(is_first=True),
         lambda: transfer.prefilled(SAMPLED, 1),
         transfer.chunk_credited,
     ]

@@ -5,22 +5,16 @@ import time
 from collections.abc import Callable
 
 from pdserve.cluster.base.clock import SystemClock
-from pdserve.cluster.base.ids import Incarnation, RequestId
-from pdserve.cluster.base.transfer_messages import Chunk, TransferId
+from pdserve.cluster.base.kv_layout import ChunkRange, GroupLayout, KVDtype, KVLayout
+from pdserve.cluster.base.transfer_messages import Cargo, Chunk, TransferId
+from pdserve.kvtransfer.chunk_stream import ChunkStream
 from pdserve.kvtransfer.landing import LandingThread
-from pdserve.kvtransfer.layout import ChunkRange
 from pdserve.kvtransfer.pattern import pattern
-from pdserve.kvtransfer.sender import ChunkSender
+from pdserve.kvtransfer.sender import ChunkSender, OutgoingChunk
 from pdserve.kvtransfer.slots import SlotLedger, SlotPool
+from support.chunks import RANGE, make_header, make_transfer_id, whole_stream
 
-RANGE = ChunkRange(group=0, first_layer=0, end_layer=1, first_token=0, end_token=1)
 WAIT_S = 5.0
-
-
-def transfer_id(number: int) -> TransferId:
-    return TransferId(
-        request_id=RequestId("r"), attempt=0, transfer_no=number, source=Incarnation("p"), sink=Incarnation("d")
-    )
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -67,16 +61,15 @@ class FakeChunk:
     """Eight bytes of one value."""
 
     def __init__(self, number: int) -> None:
-        self.transfer = transfer_id(number)
-        self.range = RANGE
         self.num_bytes = 8
         self.is_void = False
+        self.was_sent = False
         self.num_released = 0
         self._number = number
 
-    def gather(self, buffer: memoryview) -> int:
+    def load(self, buffer: memoryview) -> Cargo:
         buffer[:] = bytes([self._number] * 8)
-        return self._number
+        return Cargo(transfer=make_transfer_id(self._number), chunk_no=0, range=RANGE, checksum=self._number)
 
     def release(self) -> None:
         self.num_released += 1
@@ -85,9 +78,14 @@ class FakeChunk:
 class SenderLog:
     def __init__(self) -> None:
         self.broken: list[str] = []
+        self.firsts: list[bool] = []
+        self.left: list[OutgoingChunk] = []
 
-    def chunk_sent(self, header: Chunk, stall_s: float) -> None:
-        pass
+    def chunk_sent(self, header: Chunk, stall_s: float, *, is_first: bool) -> None:
+        self.firsts.append(is_first)
+
+    def left_over(self, chunks: list[OutgoingChunk]) -> None:
+        self.left += chunks
 
     def link_broken(self, reason: str) -> None:
         self.broken.append(reason)
@@ -96,7 +94,7 @@ class SenderLog:
 def make_sender(*, most: int = 2) -> tuple[ChunkSender, FakeTransport, SlotPool, SenderLog]:
     transport, pool, log = FakeTransport(), SlotPool(4), SenderLog()
     ledger = SlotLedger(pool, base=1, most=most)
-    sender = ChunkSender(7, transport, ledger, log, SystemClock(), test_bytes=16)
+    sender = ChunkSender(7, 0, transport, ledger, log, SystemClock(), test_bytes=16)
     sender.start()
     return sender, transport, pool, log
 
@@ -110,7 +108,10 @@ def test_chunks_wait_for_slots_in_order_and_are_released_when_gathered() -> None
     assert [chunk.num_released for chunk in chunks] == [1, 1, 0, 0, 0]
     for number in range(5):
         header = transport.sent[number]
-        assert (header.checksum, transport.slots[header.slot][:8]) == (number, bytes([number] * 8))
+        assert (header.cargo and header.cargo.checksum, transport.slots[header.slot][:8]) == (
+            number,
+            bytes([number] * 8),
+        )
         sender.credited(header.seq, header.slot)
         wait_for(lambda number=number: len(transport.sent) == min(5, number + 3))
         sender.validate()
@@ -148,12 +149,12 @@ def test_chunks_of_an_ended_transfer_are_released_also_while_no_slot_is_free() -
     assert [chunk.num_released for chunk in chunks] == [1, 1, 1, 0]
     sender.credited(transport.sent[0].seq, transport.sent[0].slot)
     wait_for(lambda: len(transport.sent) == 2)
-    assert transport.sent[1].transfer == chunks[3].transfer
+    assert transport.sent[1].cargo == chunks[3].load(memoryview(bytearray(8)))
     sender.close()
     assert sender.join(WAIT_S)
 
 
-def test_a_broken_transport_ends_its_link_and_releases_everything() -> None:
+def test_a_broken_transport_ends_its_link_and_gives_back_what_it_did_not_deliver() -> None:
     # I13
     sender, transport, pool, log = make_sender()
     transport.is_broken = True
@@ -161,15 +162,126 @@ def test_a_broken_transport_ends_its_link_and_releases_everything() -> None:
     for chunk in chunks:
         sender.submit(chunk)
     assert sender.join(WAIT_S)
-    late = FakeChunk(9)
-    sender.submit(late)
-    assert [chunk.num_released for chunk in (*chunks, late)] == [1] * 5
+    assert not sender.submit(FakeChunk(9))
     assert (log.broken, pool.num_lent) == (["BrokenPipeError: broken"], 0)
+    # The first one was gathered; the others never were.
+    assert [chunk.num_released for chunk in chunks] == [1, 0, 0, 0]
+    assert log.left[1:] == chunks[1:]
+    assert not log.left[0].was_sent
+    assert loaded(log.left[0]) == loaded(chunks[0])
+
+
+def loaded(chunk: OutgoingChunk) -> tuple[bytes, Cargo]:
+    buffer = bytearray(8)
+    cargo = chunk.load(memoryview(buffer))
+    return bytes(buffer), cargo
+
+
+def test_what_was_sent_and_not_credited_is_left_over_with_its_bytes() -> None:
+    sender, transport, _, log = make_sender()
+    chunks = [FakeChunk(number) for number in range(4)]
+    for chunk in chunks:
+        sender.submit(chunk)
+    wait_for(lambda: len(transport.sent) == 2)
+    sender.credited(transport.sent[0].seq, transport.sent[0].slot)
+    wait_for(lambda: len(transport.sent) == 3)
+    sender.refused(transport.sent[1].seq, transport.sent[1].slot)
+    wait_for(lambda: len(transport.sent) == 4)
+    chunks[2].is_void = True
+    sender.close()
+    assert sender.join(WAIT_S)
+    held = [chunk for chunk in log.left if chunk.was_sent]
+    assert [loaded(chunk) for chunk in held] == [loaded(chunks[1])]
+    assert [chunk for chunk in log.left if not chunk.was_sent] == [chunks[3]]
+    assert log.firsts == [True, True, True, False]
+
+
+def make_stream() -> ChunkStream:
+    layout = KVLayout(
+        model_digest="m",
+        kv_dtype=KVDtype.FLOAT32,
+        block_size=16,
+        num_kv_heads=1,
+        head_dim=4,
+        groups=(GroupLayout(window=0, layers=(0,)),),
+    )
+    return ChunkStream(0, whole_stream(layout), [])
+
+
+class StreamLog(SenderLog):
+    """Gives what a link leaves over back to its stream."""
+
+    def __init__(self, stream: ChunkStream) -> None:
+        super().__init__()
+        self.sender: ChunkSender | None = None
+        self._stream = stream
+
+    def left_over(self, chunks: list[OutgoingChunk]) -> None:
+        assert self.sender is not None
+        self._stream.take_back(self.sender, chunks)
+
+
+def open_link(stream: ChunkStream) -> tuple[ChunkSender, FakeTransport]:
+    transport, log = FakeTransport(), StreamLog(stream)
+    sender = ChunkSender(7, 0, transport, SlotLedger(SlotPool(4), base=2, most=2), log, SystemClock(), test_bytes=16)
+    log.sender = sender
+    sender.start()
+    stream.carry_by(sender)
+    return sender, transport
+
+
+def test_a_stream_goes_on_over_the_next_link_from_what_the_last_one_held() -> None:
+    stream = make_stream()
+    chunks = [FakeChunk(number) for number in range(6)]
+    stream.submit(chunks[0])
+    assert stream.num_waiting == 1
+    first, transport = open_link(stream)
+    for chunk in chunks[1:5]:
+        stream.submit(chunk)
+    wait_for(lambda: len(transport.sent) == 2)
+    first.credited(transport.sent[0].seq, transport.sent[0].slot)
+    wait_for(lambda: len(transport.sent) == 3)
+    first.close()
+    assert first.join(WAIT_S)
+    stream.submit(chunks[5])
+    assert stream.num_waiting == 5  # two from slots, three that were never gathered
+    second, transport = open_link(stream)
+    for number in range(5):
+        wait_for(lambda number=number: len(transport.sent) > number)
+        header = transport.sent[number]
+        second.credited(header.seq, header.slot)
+    sent = {header.cargo.transfer.transfer_no for header in transport.sent if header.cargo is not None}
+    assert sent == {1, 2, 3, 4, 5}
+    assert [chunk.num_released for chunk in chunks] == [1] * 6
+    second.close()
+    assert second.join(WAIT_S)
+    assert stream.num_waiting == 0
+
+
+def test_a_stream_that_is_over_releases_what_waits_and_what_still_comes() -> None:
+    # I16
+    stream = make_stream()
+    chunks = [FakeChunk(number) for number in range(5)]
+    link, transport = open_link(stream)
+    for chunk in chunks[:3]:
+        stream.submit(chunk)
+    wait_for(lambda: len(transport.sent) == 2)
+    stream.close()
+    link.close()
+    assert link.join(WAIT_S)
+    stream.submit(chunks[3])
+    assert [chunk.num_released for chunk in chunks[:4]] == [1] * 4
+    assert stream.num_waiting == 0
+    other = make_stream()
+    other.submit(chunks[4])
+    chunks[4].is_void = True
+    other.drop_void()
+    assert (chunks[4].num_released, other.num_waiting) == (1, 0)
 
 
 def test_a_sender_that_never_started_is_cleaned_up_too() -> None:
     transport, pool = FakeTransport(), SlotPool(4)
-    sender = ChunkSender(7, transport, SlotLedger(pool, base=2, most=2), SenderLog(), SystemClock(), test_bytes=16)
+    sender = ChunkSender(7, 0, transport, SlotLedger(pool, base=2, most=2), SenderLog(), SystemClock(), test_bytes=16)
     sender.close()
     assert sender.join(WAIT_S)
     assert (pool.num_lent, transport.num_freed) == (0, 1)
@@ -205,10 +317,10 @@ class FakeTarget:
         self.fails = False
         self.bodies: list[bytes] = []
 
-    def refuse(self, chunk: ChunkRange, num_bytes: int) -> str | None:
+    def refuse(self, stream_no: int, chunk: ChunkRange, num_bytes: int) -> str | None:
         return None if num_bytes == 8 else "wrong size"
 
-    def scatter(self, chunk: ChunkRange, body: memoryview) -> int:
+    def scatter(self, stream_no: int, chunk: ChunkRange, body: memoryview) -> int:
         if self.fails:
             raise RuntimeError("no")
         self.bodies.append(bytes(body))
@@ -230,24 +342,6 @@ class PatternBodies:
         return memoryview(pattern(5, num_bytes))
 
 
-def header(seq: int, transfer: int | None, *, link_no: int = 1, checksum: int = 3, num_bytes: int = 8) -> Chunk:
-    return Chunk(
-        link_no=link_no,
-        seq=seq,
-        slot=0,
-        transfer=None if transfer is None else transfer_id(transfer),
-        group=0,
-        first_layer=0,
-        end_layer=1,
-        first_token=0,
-        end_token=1,
-        num_bytes=num_bytes,
-        checksum=checksum,
-        num_resends=0,
-        is_void=False,
-    )
-
-
 def run_landing(act: Callable[[LandingThread], None], num_events: int) -> list[tuple[str, object]]:
     log = LandingLog()
     landing = LandingThread(log)
@@ -263,13 +357,13 @@ def test_chunks_before_bind_wait_and_after_unbind_are_dropped() -> None:
     target = FakeTarget()
 
     def act(landing: LandingThread) -> None:
-        landing.expect(transfer_id(1))
-        landing.landed(header(0, 1), Bodies(3))
-        landing.bind(transfer_id(1), target)
-        landing.landed(header(1, 1), Bodies(3))
-        landing.unbind(transfer_id(1))
-        landing.landed(header(2, 1), Bodies(3))
-        landing.landed(header(3, 2), Bodies(3))
+        landing.expect(make_transfer_id(1))
+        landing.landed(make_header(0, transfer=1), Bodies(3))
+        landing.bind(make_transfer_id(1), target)
+        landing.landed(make_header(1, transfer=1), Bodies(3))
+        landing.unbind(make_transfer_id(1))
+        landing.landed(make_header(2, transfer=1), Bodies(3))
+        landing.landed(make_header(3, transfer=2), Bodies(3))
 
     events = run_landing(act, 5)
     assert events == [("scattered", 0), ("scattered", 1), ("unbound", 1), ("dropped", 2), ("dropped", 3)]
@@ -281,16 +375,16 @@ def test_what_fails_is_refused_with_its_reason_and_the_thread_goes_on() -> None:
     target = FakeTarget()
 
     def act(landing: LandingThread) -> None:
-        landing.expect(transfer_id(1))
-        landing.bind(transfer_id(1), target)
-        landing.landed(header(0, 1, checksum=4), Bodies(3))
-        landing.landed(header(1, 1, num_bytes=9), Bodies(3))
-        landing.landed(header(2, 1), Bodies(None))  # raises: a slot that is no more
-        landing.bind(transfer_id(99), target)  # raises: never expected
-        landing.landed(header(3, None), PatternBodies())
-        landing.landed(header(5, None), PatternBodies())
-        landing.landed(header(6, 1), Bodies(3))
-        landing.unbind(transfer_id(1))
+        landing.expect(make_transfer_id(1))
+        landing.bind(make_transfer_id(1), target)
+        landing.landed(make_header(0, transfer=1, checksum=4), Bodies(3))
+        landing.landed(make_header(1, transfer=1, num_bytes=9), Bodies(3))
+        landing.landed(make_header(2, transfer=1), Bodies(None))  # raises: a slot that is no more
+        landing.bind(make_transfer_id(99), target)  # raises: never expected
+        landing.landed(make_header(3, transfer=None), PatternBodies())
+        landing.landed(make_header(5, transfer=None), PatternBodies())
+        landing.landed(make_header(6, transfer=1), Bodies(3))
+        landing.unbind(make_transfer_id(1))
 
     events = run_landing(act, 7)
     assert events == [
@@ -309,12 +403,12 @@ def test_a_fenced_links_chunks_are_touched_no_more() -> None:
     target = FakeTarget()
 
     def act(landing: LandingThread) -> None:
-        landing.expect(transfer_id(1))
-        landing.landed(header(0, 1, link_no=4), Bodies(3))
+        landing.expect(make_transfer_id(1))
+        landing.landed(make_header(0, transfer=1, link_no=4), Bodies(3))
         landing.fence(4)
-        landing.landed(header(1, 1, link_no=4), Bodies(None))
-        landing.landed(header(2, None, link_no=4), Bodies(None))
-        landing.bind(transfer_id(1), target)
-        landing.landed(header(3, 1, link_no=5), Bodies(3))
+        landing.landed(make_header(1, transfer=1, link_no=4), Bodies(None))
+        landing.landed(make_header(2, transfer=None, link_no=4), Bodies(None))
+        landing.bind(make_transfer_id(1), target)
+        landing.landed(make_header(3, transfer=1, link_no=5), Bodies(3))
 
     assert run_landing(act, 2) == [("fenced", 4), ("scattered", 3)]

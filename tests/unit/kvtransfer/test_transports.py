@@ -13,30 +13,19 @@ from pdserve.kvtransfer.pattern import pattern
 from pdserve.kvtransfer.slots import LandingSlots
 from pdserve.kvtransfer.transports.nixl import NixlAgent, NixlReceiver, NixlSender
 from pdserve.kvtransfer.transports.shm import ShmReceiver, ShmSender
+from support.chunks import make_header
 
-SLOTS = LandingSlots(num_slots=2, slot_bytes=5000)
+
+def make_slots() -> LandingSlots:
+    return LandingSlots(link_no=7, stream_no=0, num_slots=2, slot_bytes=5000)
 
 
-def make_header(slot: int, *, seq: int = 0, link_no: int = 7, num_bytes: int = 5000) -> Chunk:
-    return Chunk(
-        link_no=link_no,
-        seq=seq,
-        slot=slot,
-        transfer=None,
-        group=0,
-        first_layer=0,
-        end_layer=0,
-        first_token=0,
-        end_token=0,
-        num_bytes=num_bytes,
-        checksum=0,
-        num_resends=0,
-        is_void=False,
-    )
+def header_of(slot: int, *, seq: int = 0) -> Chunk:
+    return make_header(seq, slot, link_no=7, num_bytes=5000)
 
 
 def attach(address: str) -> ShmReceiver:
-    receiver = ShmReceiver(address, SLOTS)
+    receiver = ShmReceiver(address, make_slots(), lambda header: None)
     asyncio.run(receiver.attach())
     return receiver
 
@@ -100,13 +89,11 @@ class NixlPair:
 
     def __init__(self) -> None:
         self.source, self.sink = NixlAgent(), NixlAgent()
-        self.slots = LandingSlots(num_slots=2, slot_bytes=5000)
+        self.slots = make_slots()
         self.landed: queue.Queue[Chunk] = queue.Queue()
         self.broken: queue.Queue[str] = queue.Queue()
         self.sender = NixlSender(self.source, slot_bytes=5000, num_slots=2)
-        self.receiver = NixlReceiver(
-            self.sink, self.slots, link_no=7, on_chunk=self.landed.put, on_broken=self.broken.put
-        )
+        self.receiver = NixlReceiver(self.sink, self.slots, self.landed.put, self.broken.put)
         asyncio.run(self.receiver.attach())
         asyncio.run(self.sender.wait_attached(self.receiver.answer))
 
@@ -131,7 +118,7 @@ def test_nixl_carries_bytes_and_announces_each_write(nixl: NixlPair) -> None:
     for round_no in range(3):
         for slot in (0, 1):
             nixl.sender.buffer(slot)[:5000] = pattern(round_no * 2 + slot, 5000)
-            nixl.sender.send(make_header(slot, seq=round_no * 2 + slot))
+            nixl.sender.send(header_of(slot, seq=round_no * 2 + slot))
         for slot in (0, 1):
             header = nixl.landed.get(timeout=5)
             assert (header.slot, header.seq) == (slot, round_no * 2 + slot)
@@ -142,9 +129,9 @@ def test_nixl_carries_bytes_and_announces_each_write(nixl: NixlPair) -> None:
 
 def test_a_nixl_write_into_an_occupied_slot_breaks_the_link(nixl: NixlPair) -> None:
     # I2
-    nixl.sender.send(make_header(0))
+    nixl.sender.send(header_of(0))
     nixl.landed.get(timeout=5)
-    nixl.sender.send(make_header(0, seq=1))
+    nixl.sender.send(header_of(0, seq=1))
     assert "not credited" in nixl.broken.get(timeout=5)
     assert nixl.landed.empty()
 
@@ -155,7 +142,7 @@ def test_nothing_is_written_into_a_fenced_landing_region() -> None:
     nixl.receiver.close()
     asyncio.run(nixl.receiver.free())
     with pytest.raises(BrokenPipeError):
-        nixl.sender.send(make_header(1))
+        nixl.sender.send(header_of(1))
     assert nixl.landed.empty()
     nixl.sender.close()
     nixl.sender.free()

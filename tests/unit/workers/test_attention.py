@@ -10,7 +10,7 @@ from pdserve.workers.attention.numba_cpu import NumbaAttention
 from pdserve.workers.attention.protocol import QUERY_TILE, StepMetadata, build_metadata
 from pdserve.workers.attention.torch_reference import TorchAttention
 from pdserve.workers.engine.plan import Int32, SamplingArrays, StepPlan
-from pdserve.workers.kv.int8_rows import dequantize_rows, quantize_rows
+from pdserve.workers.kv.rows import dequantize_rows, quantize_rows
 
 EMPTY = SamplingArrays(
     temperature=np.zeros(0),

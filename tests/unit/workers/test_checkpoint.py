@@ -11,7 +11,6 @@ from pdserve.cluster.base.config import AttentionKind, EngineConfig, LinearKind
 from pdserve.cluster.base.errors import CheckpointError, ConfigError
 from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.workers.assembly import available_memory_bytes, check_memory, plan_memory
-from pdserve.workers.kv.int8_rows import int8_row_bytes
 from pdserve.workers.model.checkpoint import Checkpoint
 from pdserve.workers.model.families import read_spec
 from pdserve.workers.model.loader import load_model
@@ -117,7 +116,7 @@ def test_memory_that_cannot_hold_is_refused_with_the_arithmetic(folder: Path) ->
     plan = plan_memory(spec, EngineConfig(kv_memory_gib=0.01), None)
     assert plan.max_model_len == min(1024, max(plan.num_blocks) * 16)
     small = plan_memory(spec, EngineConfig(kv_memory_gib=0.01, kv_dtype=KVDtype.INT8), None)
-    row_bytes = int8_row_bytes(spec.head_dim)
+    row_bytes = KVDtype.INT8.row_bytes(spec.head_dim)
     assert max(small.num_blocks) / max(plan.num_blocks) == pytest.approx(4 * spec.head_dim / row_bytes, rel=0.01)
     with pytest.raises(ConfigError, match=r"packed weights .* KV .* 3 worker\(s\) need"):
         check_memory(plan, 3, plan.total_bytes * 3 - 1)

@@ -5,17 +5,17 @@ import pytest
 import torch
 
 from pdserve.cluster.base.errors import ConfigError
-from pdserve.cluster.base.kv_layout import GroupLayout, KVDtype, KVLayout
-from pdserve.kvtransfer.layout import ChunkRange, chunk_bytes
+from pdserve.cluster.base.kv_layout import ChunkRange, GroupLayout, KVDtype, KVLayout
+from pdserve.kvtransfer.layout import chunk_bytes
 from pdserve.workers.kv.copy import BlockCopier
 from pdserve.workers.kv.store import KVStore
+from support.chunks import whole_stream
 
 
 def make_layout(head_dim: int = 6, num_kv_heads: int = 3) -> KVLayout:
     return KVLayout(
         model_digest="m",
         kv_dtype=KVDtype.FLOAT32,
-        row_bytes=4 * head_dim,
         block_size=16,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -35,14 +35,15 @@ def make_store(layout: KVLayout, seed: int | None) -> KVStore:
 
 
 LAYOUT = make_layout()
-CHUNK = ChunkRange(group=0, first_layer=0, end_layer=2, first_token=13, end_token=50)
+WIRE = KVDtype.FLOAT32
+CHUNK = ChunkRange(group=0, first_layer=0, end_layer=2, first_head=0, end_head=3, first_token=13, end_token=50)
 SOURCE_BLOCKS = np.array([5, 0, 7, 2], np.int32)
 SINK_BLOCKS = np.array([1, 6, 3, 4], np.int32)
 
 
 def gathered(chunk: ChunkRange = CHUNK) -> tuple[bytearray, int]:
-    body = bytearray(chunk_bytes(LAYOUT, chunk))
-    checksum = BlockCopier(make_store(LAYOUT, 7)).gather(chunk, SOURCE_BLOCKS, memoryview(body))
+    body = bytearray(chunk_bytes(whole_stream(LAYOUT), chunk))
+    checksum = BlockCopier(make_store(LAYOUT, 7)).gather(chunk, SOURCE_BLOCKS, memoryview(body), WIRE)
     return body, checksum
 
 
@@ -61,9 +62,9 @@ def test_scattering_writes_the_chunk_and_nothing_else() -> None:
     body, checksum = gathered()
     sink = make_store(LAYOUT, None)
     copier = BlockCopier(sink)
-    assert copier.scatter(CHUNK, SINK_BLOCKS, memoryview(bytes(body))) == checksum
+    assert copier.scatter(CHUNK, SINK_BLOCKS, memoryview(bytes(body)), WIRE) == checksum
     again = bytearray(len(body))
-    assert copier.gather(CHUNK, SINK_BLOCKS, memoryview(again)) == checksum
+    assert copier.gather(CHUNK, SINK_BLOCKS, memoryview(again), WIRE) == checksum
     assert again == body
     written = sum(int((~torch.isnan(sink.layer(layer))).sum()) for layer in range(4))
     assert written == len(body) // 4
@@ -78,7 +79,7 @@ def test_the_checksum_sees_every_flipped_bit_and_every_swap() -> None:
     for _ in range(300):
         damaged = bytearray(body)
         damaged[rng.integers(len(body))] ^= 1 << int(rng.integers(8))
-        assert copier.scatter(CHUNK, SINK_BLOCKS, memoryview(damaged)) != checksum
+        assert copier.scatter(CHUNK, SINK_BLOCKS, memoryview(damaged), WIRE) != checksum
     row, layer_bytes = 6 * 4, len(body) // 2
     for first, second, size in ((0, row, row), (0, 8, 8), (0, 4, 4), (0, layer_bytes, layer_bytes), (24, 480, 240)):
         swapped = bytearray(body)
@@ -86,8 +87,8 @@ def test_the_checksum_sees_every_flipped_bit_and_every_swap() -> None:
             body[second : second + size],
             body[first : first + size],
         )
-        assert copier.scatter(CHUNK, SINK_BLOCKS, memoryview(swapped)) != checksum
-    assert copier.scatter(CHUNK, SINK_BLOCKS, memoryview(bytes(len(body)))) != checksum
+        assert copier.scatter(CHUNK, SINK_BLOCKS, memoryview(swapped), WIRE) != checksum
+    assert copier.scatter(CHUNK, SINK_BLOCKS, memoryview(bytes(len(body))), WIRE) != checksum
 
 
 def test_equal_bytes_have_equal_checksums_in_every_process_and_version() -> None:
@@ -96,8 +97,8 @@ def test_equal_bytes_have_equal_checksums_in_every_process_and_version() -> None
     store = make_store(layout, None)
     store.layer(1).copy_(torch.arange(store.layer(1).numel(), dtype=torch.float32).view(store.layer(1).shape))
     body = bytearray(2 * 3 * 8)
-    chunk = ChunkRange(group=0, first_layer=0, end_layer=1, first_token=1, end_token=4)
-    checksum = BlockCopier(store).gather(chunk, np.array([2], np.int32), memoryview(body))
+    chunk = ChunkRange(group=0, first_layer=0, end_layer=1, first_head=0, end_head=1, first_token=1, end_token=4)
+    checksum = BlockCopier(store).gather(chunk, np.array([2], np.int32), memoryview(body), WIRE)
     assert np.frombuffer(body, np.float32)[:4].tolist() == [130.0, 131.0, 132.0, 133.0]
     words = np.frombuffer(body, np.uint64)
     keys = [(0xD1B54A32D192ED03 * 1) % 2**64]

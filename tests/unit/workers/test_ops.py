@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.workers.attention.protocol import GroupMetadata, StepMetadata
-from pdserve.workers.kv.int8_rows import dequantize_rows, int8_row_bytes, quantize_rows
+from pdserve.workers.kv.rows import dequantize_rows, quantize_rows
 from pdserve.workers.model.families import Activation, RopeSpec
 from pdserve.workers.model.numba_ops import NumbaOps
 from pdserve.workers.model.ops import Ops, QKVParameters
@@ -76,7 +77,9 @@ def test_store_qkv_equals_torch_and_writes_only_its_slots(has_norm: bool, size: 
         positions=positions, row_starts=none, item_rows=none, item_starts=none, item_ends=none, groups=(place,)
     )
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * size)
-    ours8, theirs8 = (torch.full((4, 2, kv_heads, 16, int8_row_bytes(size)), 7, dtype=torch.int8) for _ in range(2))
+    ours8, theirs8 = (
+        torch.full((4, 2, kv_heads, 16, KVDtype.INT8.row_bytes(size)), 7, dtype=torch.int8) for _ in range(2)
+    )
     NUMBA.store_qkv(qkv, parameters, ours8, step)
     TORCH.store_qkv(qkv, parameters, theirs8, step)
     ours, theirs = (torch.full((4, 2, kv_heads, 16, size), 7.0) for _ in range(2))
@@ -107,7 +110,7 @@ def test_int8_rows_do_not_hide_what_is_not_finite(ops: Ops, bad: float) -> None:
     )
     qkv = torch.randn(1, 3 * size)
     qkv[0, [size + 3, 2 * size + 3]] = bad
-    kv = torch.zeros((1, 2, 1, 16, int8_row_bytes(size)), dtype=torch.int8)
+    kv = torch.zeros((1, 2, 1, 16, KVDtype.INT8.row_bytes(size)), dtype=torch.int8)
     ops.store_qkv(qkv, parameters, kv, step)
     assert not torch.isfinite(dequantize_rows(kv, size)[0, :, 0, 0]).any()
 

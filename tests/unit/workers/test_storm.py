@@ -194,7 +194,7 @@ class Storm(RuleBasedStateMachine):
             blocks = np.array(reservation.blocks[group], np.int32)[places // self.block_size]
             assert NO_BLOCK not in blocks
             for index, layer in enumerate(spec.layers):
-                view = self.runner.store.layer(layer).numpy().view(np.uint64)[..., 0]
+                view = self.runner.store.layer(layer).numpy()
                 view[blocks, :, :, places % self.block_size] = values[:, index]
 
     @precondition(lambda self: self.samples)

@@ -1,0 +1,284 @@
+"""torch.distributed: one process group per link, of two ranks and without the default group. Gloo on CPU.
+
+The source hosts the TCPStore over which a pair finds itself, under the link's secret key. It posts a send, then its
+header goes over the control channel, and the sink posts the receive into a slot: one operation of a pair at a time. The
+library knows no abort for Gloo, but an operation that times out closes its pair, and with it every other operation,
+at both ends: so a receive that nobody answers, waited for a millisecond, is the abort. When it has returned nothing
+touches the buffers (the fence).
+
+Nothing that comes over the store or the pair is unpickled. The store is not authenticated: it holds the pairs'
+addresses, under keys that only the two workers know.
+"""
+
+import asyncio
+import logging
+import mmap
+import queue
+import secrets
+import socket
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from pdserve.cluster.base.errors import ProtocolError
+from pdserve.cluster.base.transfer_messages import Chunk
+from pdserve.kvtransfer.slots import LandingSlots
+from pdserve.kvtransfer.transports.protocol import OnBroken, OnChunk
+
+logger = logging.getLogger(__name__)
+
+MEET_S = 5.0
+"""How long the two ends may take to find each other."""
+OPERATION_S = 600.0
+"""No deadline of its own: a link that stalls is closed by its owner."""
+SEND_TAG, RECEIVE_TAG, ABORT_TAG = 1, 1, 2
+KEY_BYTES = 16
+_SOURCE, _SINK = 0, 1
+
+
+class TorchStore:
+    """The TCPStore of a worker's outgoing links, made when the first one needs it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._host = ""
+        self._store: Any = None
+        self.port = 0
+
+    def get(self, host: str) -> Any:
+        """Return the store, which listens on `host`. Raises OSError."""
+        with self._lock:
+            if self._store is None:
+                self._store = self._make(host)
+            return self._store
+
+    def close(self) -> None:
+        """Stop listening; links have ended before."""
+        with self._lock:
+            self._store = None
+
+    def _make(self, host: str) -> Any:
+        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self.port = listener.getsockname()[1]
+        return _open_store(host, self.port, listener.detach())
+
+
+def _distributed() -> Any:
+    """Return torch.distributed. Raises OSError where this build has no Gloo."""
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        raise OSError("torch.distributed has no Gloo here")
+    return torch.distributed
+
+
+def _open_store(host: str, port: int, listen_fd: int | None = None) -> Any:
+    kind = _distributed().TCPStore
+    try:
+        return kind(
+            host,
+            port,
+            is_master=listen_fd is not None,
+            timeout=timedelta(seconds=MEET_S),
+            wait_for_workers=False,
+            master_listen_fd=listen_fd,
+            use_libuv=False,
+        )
+    except RuntimeError as error:
+        raise OSError(f"no TCPStore at port {port}: {error}") from error
+
+
+class _Pair:
+    """One end of a process group of two."""
+
+    def __init__(self, store: Any, key: str, rank: int, host: str) -> None:
+        """Meets the other end, for at most MEET_S. Raises OSError."""
+        distributed = _distributed()
+        options = distributed.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=MEET_S)
+        try:
+            options._devices = [distributed.ProcessGroupGloo.create_device(hostname=host)]
+            self._group = distributed.ProcessGroupGloo(distributed.PrefixStore(key, store), rank, 2, options)
+        except RuntimeError as error:
+            raise OSError(f"the two ends did not meet: {error}") from error
+        self._peer = 1 - rank
+        self._is_aborted = False
+        self._lock = threading.Lock()
+
+    def send(self, body: torch.Tensor) -> Any:
+        """Post a send; wait for it with `wait`. Raises OSError."""
+        return self._post("send", body)
+
+    def receive(self, body: torch.Tensor) -> None:
+        """Receive into `body`. Raises OSError."""
+        self.wait(self._post("recv", body))
+
+    def wait(self, work: Any) -> None:
+        """Wait until an operation is done. Raises OSError if the pair is aborted or broken."""
+        try:
+            work.wait(timedelta(seconds=OPERATION_S))
+        except RuntimeError as error:
+            raise OSError(f"the pair is broken: {error}") from error
+
+    def abort(self) -> None:
+        """End every operation, here and at the other end; when it returns nothing touches their buffers."""
+        with self._lock:
+            if self._is_aborted:
+                return
+            self._is_aborted = True
+        try:
+            self._group.recv([torch.empty(1, dtype=torch.uint8)], self._peer, ABORT_TAG).wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            logger.debug("the pair is closed: %s", error)
+
+    def _post(self, name: str, body: torch.Tensor) -> Any:
+        try:
+            return getattr(self._group, name)([body], self._peer, SEND_TAG)
+        except RuntimeError as error:
+            raise OSError(f"the pair is broken: {error}") from error
+
+
+class _Slots:
+    """Buffers, made when they are first used."""
+
+    def __init__(self, slot_bytes: int) -> None:
+        self._slot_bytes = slot_bytes
+        self._views: dict[int, memoryview] = {}
+
+    def view(self, slot: int) -> memoryview:
+        """Return the bytes of a slot."""
+        if slot not in self._views:
+            self._views[slot] = memoryview(mmap.mmap(-1, self._slot_bytes))
+        return self._views[slot]
+
+    def tensor(self, slot: int, num_bytes: int) -> torch.Tensor:
+        """Return the first bytes of a slot as the library takes them."""
+        return torch.frombuffer(self.view(slot), dtype=torch.uint8)[:num_bytes]
+
+    def trim(self, num_slots: int) -> None:
+        """Forget the slots from `num_slots` on."""
+        for slot in [slot for slot in self._views if slot >= num_slots]:
+            del self._views[slot]
+
+
+class TorchDistSender:
+    """The source's end."""
+
+    carries_headers = False
+
+    def __init__(self, store: TorchStore, host: str, *, slot_bytes: int) -> None:
+        """Raises OSError if torch.distributed cannot be used here."""
+        self._slots = _Slots(slot_bytes)
+        self._is_closed = False
+        self._pair: _Pair | None = None
+        self._error: OSError | None = None
+        self._sent: Any = None
+        served, key = store.get(host), secrets.token_hex(KEY_BYTES)
+        self.address = f"{host}|{store.port}|{key}"
+        # The other end cannot attach before this one waits for it.
+        self._meeting = threading.Thread(target=self._meet, args=(served, key, host), name="torch_dist", daemon=True)
+        self._meeting.start()
+
+    def _meet(self, store: Any, key: str, host: str) -> None:
+        try:
+            self._pair = _Pair(store, key, _SOURCE, host)
+        except OSError as error:
+            self._error = error
+        if self._is_closed and self._pair is not None:
+            self._pair.abort()
+
+    async def wait_attached(self, answer: str) -> None:
+        """See SendTransport."""
+        await asyncio.to_thread(self._meeting.join)
+        if self._error is not None:
+            raise self._error
+
+    def buffer(self, slot: int) -> memoryview:
+        """See SendTransport."""
+        return self._slots.view(slot)
+
+    def send(self, header: Chunk) -> None:
+        """See SendTransport: waits for the send before, and posts this one."""
+        if self._pair is None or self._is_closed:
+            raise BrokenPipeError("the link is closed")
+        if self._sent is not None:
+            self._pair.wait(self._sent)
+        self._sent = self._pair.send(self._slots.tensor(header.slot, header.num_bytes))
+
+    def trim(self, num_slots: int) -> None:
+        """See SendTransport: only while nothing is on its way."""
+        self._sent = None
+        self._slots.trim(num_slots)
+
+    def close(self) -> None:
+        """See SendTransport."""
+        self._is_closed = True
+        if self._pair is not None:
+            self._pair.abort()
+
+    def free(self) -> None:
+        """See SendTransport."""
+        self._meeting.join()
+        self._sent = None
+        self._pair = None
+        self._slots.trim(0)
+
+
+class TorchDistReceiver:
+    """The sink's end: a thread that receives the bodies whose headers came over the control channel."""
+
+    answer = ""
+
+    def __init__(self, address: str, slots: LandingSlots, on_chunk: OnChunk, on_broken: OnBroken) -> None:
+        self._address = address
+        self._landing_slots = slots
+        self._on_chunk = on_chunk
+        self._on_broken = on_broken
+        self._slots = _Slots(slots.slot_bytes)
+        self._pair: _Pair | None = None
+        self._headers: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._receive, name="torch_dist link", daemon=True)
+
+    async def attach(self) -> None:
+        """See ReceiveTransport."""
+        try:
+            host, port_text, key = self._address.split("|")
+            port = int(port_text)
+        except ValueError as error:
+            raise ProtocolError(f"torch_dist address {self._address!r} is malformed") from error
+        self._pair = await asyncio.to_thread(self._meet, host, port, key)
+        self._thread.start()
+
+    def _meet(self, host: str, port: int, key: str) -> _Pair:
+        return _Pair(_open_store(host, port), key, _SINK, host)
+
+    def header_received(self, header: Chunk) -> None:
+        """See ReceiveTransport: its bytes wait at the source."""
+        self._landing_slots.occupy(header)
+        self._headers.put(header)
+
+    def body(self, slot: int, num_bytes: int) -> memoryview:
+        """See ReceiveTransport."""
+        return self._slots.view(slot)[:num_bytes]
+
+    def close(self) -> None:
+        """See ReceiveTransport."""
+        self._headers.put(None)
+        if self._pair is not None:
+            self._pair.abort()
+
+    async def free(self) -> None:
+        """See ReceiveTransport."""
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+        self._pair = None
+        self._slots.trim(0)
+
+    def _receive(self) -> None:
+        assert self._pair is not None, "the thread starts with it"
+        try:
+            while (header := self._headers.get()) is not None:
+                self._pair.receive(self._slots.tensor(header.slot, header.num_bytes))
+                self._on_chunk(header)
+        except OSError as error:
+            self._on_broken(str(error))
