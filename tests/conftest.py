@@ -14,6 +14,12 @@ from support.checkpoints import FAMILIES, save_checkpoint
 from support.engines import make_engine
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The long mode of the fault schedules."""
+    parser.addoption("--fault-schedules", type=int, default=2000, help="fault schedules to run")
+    parser.addoption("--fault-seed", type=int, default=None, help="the one fault schedule to run")
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One tiny checkpoint per family; llama's is sharded."""

@@ -9,6 +9,7 @@ import typing
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from functools import cache
 
 import msgpack
 
@@ -101,6 +102,7 @@ def _enum_coders(kind: type[Enum]) -> tuple[Coder, Coder]:
     return (lambda member: member.value), decode
 
 
+@cache
 def _record_coders(kind: type) -> tuple[Coder, Coder]:
     hints = typing.get_type_hints(kind)
     names = [field.name for field in fields(kind)]

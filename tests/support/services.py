@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 
-from pdserve.cluster.base.clock import SystemClock
+from pdserve.cluster.base.clock import Clock, SystemClock
 from pdserve.cluster.base.config import IngressConfig, TransferConfig
 from pdserve.cluster.base.ids import IngressId, WorkerId, draw_incarnation
 from pdserve.cluster.base.request import FinishReason, Request
@@ -62,6 +62,7 @@ async def running_worker(
     transfer: TransferConfig | None = None,
     make_copier: Callable[[KVStore], BlockCopier] = BlockCopier,
     reach: Callable[[Endpoint], Endpoint] = lambda endpoint: endpoint,
+    clock: Clock | None = None,
 ) -> AsyncIterator[Worker]:
     """A worker that has registered, in the role that its name says, on the digest model unless told.
 
@@ -82,7 +83,7 @@ async def running_worker(
         transfer=transfer or TransferConfig(slot_bytes=64 << 10),
         copiers=tuple(map(make_copier, stores)),
         max_waiting=256,
-        clock=SystemClock(),
+        clock=clock or SystemClock(),
     )
     worker = Worker(engine, settings, describe, controller.resolve)
     await worker.start()
@@ -95,10 +96,15 @@ async def running_worker(
 
 @asynccontextmanager
 async def running_replayer(
-    controller: StubController, *, max_attempts: int = 3, replay_timeout_s: float = 10.0, token_timeout_s: float = 20.0
+    controller: StubController,
+    *,
+    max_attempts: int = 3,
+    replay_timeout_s: float = 10.0,
+    token_timeout_s: float = 20.0,
+    clock: Clock | None = None,
 ) -> AsyncIterator[Replayer]:
     """What an ingress runs its requests on, without HTTP."""
-    clock = SystemClock()
+    clock = clock or SystemClock()
     timelines = Timelines(clock)
     dispatcher = Dispatcher(
         IngressId("test"),
