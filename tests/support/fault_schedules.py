@@ -51,9 +51,10 @@ class Outcome:
     num_errors: int = 0
     num_aborted: int = 0
     num_deaths: int = 0
+    num_failovers: int = 0
+    num_committed: int = 0
     virtual_s: float = 0.0
     faults: dict[str, int] = field(default_factory=dict)
-    counters: dict[str, float] = field(default_factory=dict)
 
 
 class Schedule:
@@ -72,7 +73,7 @@ class Schedule:
         self._owners: dict[str, str] = {}
         use_loop_turns(monkeypatch)
         # Fewer messages that say nothing.
-        monkeypatch.setattr("support.services.CHANNEL", replace(CHANNEL, heartbeat_s=0.7))
+        monkeypatch.setattr("support.services.CHANNEL", replace(CHANNEL, heartbeat_s=1.2, silence_s=2.5))
         monkeypatch.setattr("pdserve.workers.worker.REPORT_INTERVAL_S", 1.0)
         monkeypatch.setattr(
             "pdserve.workers.worker.Transports",
@@ -122,7 +123,7 @@ class Schedule:
     async def _publish(self) -> None:
         """The view follows the workers, as the real controller's does."""
         while True:
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.5)
             self._controller.publish()
 
     def _draw_faults(self) -> dict[Fault, float]:
@@ -156,7 +157,7 @@ class Schedule:
             slot_bytes=64 << 10,
             max_slots_per_link=self._rng.choice((2, 4)),
             promised_share=self._rng.choice((0.25, 1.0)),
-            test_interval_s=self._rng.choice((1.0, 60.0)),
+            test_interval_s=self._rng.choice((1.0, 60.0, 60.0, 60.0)),
         )
         engine = self._make_engine(name)
         worker = running_worker(self._controller, engine, name, transfer=transfer, clock=LoopClock())
@@ -252,10 +253,9 @@ class Schedule:
 
     def _count(self) -> None:
         for worker, _ in self._workers.values():
-            for line in worker.metrics_text().splitlines():
-                if line.startswith("pdserve_kv_") and "_total" in line and not line.startswith("#"):
-                    name, value = line.rsplit(" ", 1)
-                    self.outcome.counters[name] = self.outcome.counters.get(name, 0.0) + float(value)
+            metrics = worker._transfer_metrics
+            self.outcome.num_failovers += int(metrics.failovers._value.get())
+            self.outcome.num_committed += int(metrics.received.labels("committed")._value.get())
 
 
 def _explode() -> None:
