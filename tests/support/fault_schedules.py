@@ -66,6 +66,7 @@ class Schedule:
         self._rng = random.Random(seed)
         self._loop = VirtualLoop(random.Random(seed + 1))
         Turns.rng = random.Random(seed + 2)
+        Turns.slowness = self._rng.choice((1.0, 1.0, 10.0, 50.0))
         self._model = DigestModel(windows=self._rng.choice(WINDOWS), num_heads=2)
         self._faults = Faults(random.Random(seed + 3))
         self._senders: dict[str, FaultySender] = {}
@@ -117,6 +118,7 @@ class Schedule:
             probe = make_request("probe", [11] * 40, max_tokens=3)
             assert (await generate(replayer, probe))[0] == self._model.generate(probe)
             await self._check_idle()
+            assert self._faults.num_reads_after_free == 0, "a slot was read after its link was fenced (I2)"
             self._count()
             publishing.cancel()
 

@@ -18,7 +18,8 @@ class Turns:
     """Calls `turn` soon, once for any number of wishes; the pause before it is random."""
 
     rng = random.Random(0)
-    """Set by the simulation."""
+    slowness = 1.0
+    """Set by the simulation, as the rng."""
 
     def __init__(self, turn: Any, longest_s: float) -> None:
         self._turn = turn
@@ -29,7 +30,7 @@ class Turns:
     def wish(self, delay_s: float | None = None) -> None:
         """Call `turn`, unless it will be called already."""
         if self._handle is None:
-            pause_s = self.rng.uniform(0.0, self._longest_s) if delay_s is None else delay_s
+            pause_s = self.rng.uniform(0.0, self._longest_s) * self.slowness if delay_s is None else delay_s
             self._handle = self._loop.call_later(pause_s, self._run)
 
     def stop(self) -> None:
