@@ -102,7 +102,6 @@ def _enum_coders(kind: type[Enum]) -> tuple[Coder, Coder]:
     return (lambda member: member.value), decode
 
 
-@cache
 def _record_coders(kind: type) -> tuple[Coder, Coder]:
     hints = typing.get_type_hints(kind)
     names = [field.name for field in fields(kind)]
@@ -124,14 +123,19 @@ def _record_coders(kind: type) -> tuple[Coder, Coder]:
     return encode_record, decode_record
 
 
+@cache
+def _message_coders() -> tuple[list[Coder], list[Coder]]:
+    """Return the encoders and decoders of all messages; compiled once a process."""
+    coders = [_record_coders(kind) for kind in MESSAGE_TYPES]
+    return [encode for encode, _ in coders], [decode for _, decode in coders]
+
+
 class Codec:
     """Encodes and decodes the messages of one protocol version."""
 
     def __init__(self) -> None:
         self._codes = {kind: code for code, kind in enumerate(MESSAGE_TYPES)}
-        coders = [_record_coders(kind) for kind in MESSAGE_TYPES]
-        self._encoders = [encode for encode, _ in coders]
-        self._decoders = [decode for _, decode in coders]
+        self._encoders, self._decoders = _message_coders()
 
     def encode(self, message: Message) -> bytes:
         """Return the frame body of a message."""

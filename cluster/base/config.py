@@ -87,8 +87,8 @@ class EngineConfig(_Section):
     kv_memory_gib: float = Field(default=1.0, gt=0)
     """Memory of the KV pool of a worker."""
     kv_dtype: KVDtype = KVDtype.FLOAT32
-    """float32, or int8: keys and values in 8 bits with a scale per token and head, about a quarter of the memory, and
-    less accurate (benchmarks/perplexity). Workers that exchange KV need the same."""
+    """float32; float16: half of the memory; or int8: keys and values in 8 bits with a scale per token and head, about a
+    quarter, and less accurate (benchmarks/perplexity). Workers that exchange KV may differ: it is converted."""
     host_memory_gib: float = Field(default=0.0, ge=0)
     """Memory of the host tier of a worker: copies of cached blocks, taken back when that is quicker than computing."""
     prefix_cache: bool = True

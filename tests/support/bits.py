@@ -22,7 +22,11 @@ from pdserve.workers.kv.store import KVStore
 from pdserve.workers.model.runner import OnLayer, TransformerRunner
 from support.engines import make_request, prompts_of, run
 
-KINDS = (*((linear, KVDtype.FLOAT32) for linear in LinearKind), (LinearKind.FP16, KVDtype.INT8))
+KINDS = (
+    *((linear, KVDtype.FLOAT32) for linear in LinearKind),
+    (LinearKind.FP16, KVDtype.FLOAT16),
+    (LinearKind.FP16, KVDtype.INT8),
+)
 """Weights and KV of the bitwise class."""
 
 Logits = dict[tuple[int, int], NDArray[np.float32]]

@@ -9,8 +9,8 @@ starts; one piece of code serves prefill and decode (missing states are zeros); 
 in token order and is never split by batch. The dot product over the head dimension is vectorised: every (query, key)
 pair of a model goes through the same loop with the same trip count, so it meets the same order of additions.
 
-int8 KV becomes fp32, 16 tokens at a time, in a buffer of the work item; so does what many states read, to stay in the
-first-level cache.
+int8 and fp16 KV becomes fp32, 16 tokens at a time, in a buffer of the work item; so does what many states read, to stay
+in the first-level cache.
 """
 
 import numba
@@ -19,7 +19,7 @@ import torch
 
 from pdserve.workers.attention.protocol import StepMetadata
 from pdserve.workers.kv.rows import row_scales
-from pdserve.workers.model.scalar_math import exp32
+from pdserve.workers.model.scalar_math import decode_halves, exp32
 
 TILE = 32
 RUN = 16
@@ -123,11 +123,13 @@ def _weigh(scores, low, high, scale, largest, weight_sums, sums, state):  # type
 
 
 @numba.njit(nogil=True, fastmath={"contract", "nsz"})
-def _load(held, scales, low, high, rows):  # type: ignore[no-untyped-def]  # numba infers the types
-    # rows[low % RUN : ...] = the keys or values at the offsets low ... high - 1 of a block, as fp32.
+def _load(held, scales, is_half, low, high, bits, rows):  # type: ignore[no-untyped-def]  # numba infers the types
+    # rows[low % RUN : ...] = the keys or values at the offsets low ... high - 1 of a block, as fp32; bits is a view.
     for offset in range(low, high):
         place = offset % RUN
-        if scales is None:
+        if is_half:
+            decode_halves(held[offset], bits[place], rows[place])
+        elif scales is None:
             for d in range(rows.shape[1]):
                 rows[place, d] = held[offset, d]
         else:
@@ -150,8 +152,9 @@ def _add_scores(own, keys, key, count, has_few_lanes, scores, column):  # type: 
 
 
 @numba.njit(nogil=True, parallel=True, cache=True, fastmath={"contract", "nsz"})
-def _attend(query, kv, scales, table, positions, item_rows, item_starts, item_ends, window, scale, out):  # type: ignore[no-untyped-def]  # numba infers the types
-    # kv [N, 2, Hkv, B, row]; scales [N, 2, Hkv, B] of an int8 kv, None otherwise: numba compiles one kernel for each.
+def _attend(query, kv, scales, is_half, table, positions, item_rows, item_starts, item_ends, window, scale, out):  # type: ignore[no-untyped-def]  # numba infers the types
+    # kv [N, 2, Hkv, B, row], fp16 as its bits; scales [N, 2, Hkv, B] of an int8 kv, None otherwise: numba compiles one
+    # kernel for each.
     num_kv_heads, block_size, size = kv.shape[2], kv.shape[3], query.shape[2]
     lanes = query.shape[1] // num_kv_heads
     has_few_lanes = lanes <= FEW_LANES
@@ -169,8 +172,9 @@ def _attend(query, kv, scales, table, positions, item_rows, item_starts, item_en
         weight_sums = np.zeros(padded, np.float32)
         scores = np.zeros((padded, TILE), np.float32)
         lows, highs = np.zeros(padded, np.int64), np.zeros(padded, np.int64)
-        rows = np.zeros((RUN, size), np.float32)
-        is_buffered = scales is not None or padded > FEW_STATES
+        bits = np.zeros((RUN, size), np.uint32)
+        rows = bits.view(np.float32)
+        is_buffered = scales is not None or is_half or padded > FEW_STATES
         # What no state of the item sees may never have been written: it is not read.
         first_seen = max(0, positions[start] - window + 1) if window > 0 else 0
         end_seen = positions[end - 1] + 1
@@ -183,7 +187,7 @@ def _attend(query, kv, scales, table, positions, item_rows, item_starts, item_en
                     keys = kv[block, 0, kv_head]
                     if is_buffered:
                         key_scales = None if scales is None else scales[block, 0, kv_head]
-                        _load(keys, key_scales, low - run + offset, high - run + offset, rows)
+                        _load(keys, key_scales, is_half, low - run + offset, high - run + offset, bits, rows)
                         _add_scores(own, rows, low - run, high - low, has_few_lanes, scores, low - base)
                     else:
                         _add_scores(own, keys, low - run + offset, high - low, has_few_lanes, scores, low - base)
@@ -201,7 +205,7 @@ def _attend(query, kv, scales, table, positions, item_rows, item_starts, item_en
                     values = kv[block, 1, kv_head]
                     if is_buffered:
                         value_scales = None if scales is None else scales[block, 1, kv_head]
-                        _load(values, value_scales, low - run + offset, high - run + offset, rows)
+                        _load(values, value_scales, is_half, low - run + offset, high - run + offset, bits, rows)
                         _add_values(sums, scores, lows, highs, low - base, rows, low - run, high - low)
                     else:
                         _add_values(sums, scores, lows, highs, low - base, values, low - run + offset, high - low)
@@ -221,10 +225,12 @@ class NumbaAttention:
         """See AttentionBackend.attend; the query is fp32."""
         out = torch.empty_like(query)
         place = step.groups[group]
+        is_half = kv.dtype == torch.float16
         _attend(
             query.numpy(),
-            kv.numpy(),
+            kv.view(torch.uint16).numpy() if is_half else kv.numpy(),
             row_scales(kv, query.shape[2]).numpy() if kv.dtype == torch.int8 else None,
+            is_half,
             place.block_table,
             step.positions,
             step.item_rows,

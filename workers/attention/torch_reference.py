@@ -6,7 +6,7 @@ Tolerance class: the library chooses its order of additions by shape.
 import torch
 
 from pdserve.workers.attention.protocol import StepMetadata
-from pdserve.workers.kv.rows import dequantize_rows
+from pdserve.workers.kv.rows import decode_rows
 
 
 class TorchAttention:
@@ -26,8 +26,8 @@ class TorchAttention:
             blocks = torch.from_numpy(place.block_table[row, :num_blocks]).to(kv.device, torch.long)
             # [blocks, 2, heads, block_size, size] → [2, heads, tokens, size]
             history = kv[blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
-            if kv.dtype == torch.int8:
-                history = dequantize_rows(history.contiguous(), query.shape[2])
+            if kv.dtype != query.dtype:
+                history = decode_rows(history.contiguous(), query.shape[2])
             positions = torch.from_numpy(step.positions[start:end]).to(kv.device, torch.long)[:, None]
             keys = torch.arange(length, device=kv.device)[None, :]
             is_visible = keys <= positions

@@ -10,7 +10,7 @@ from pdserve.workers.attention.protocol import StepMetadata
 from pdserve.workers.kv.rows import INT8_MAX, row_scales
 from pdserve.workers.model.families import Activation
 from pdserve.workers.model.ops import QKVParameters
-from pdserve.workers.model.scalar_math import exp32
+from pdserve.workers.model.scalar_math import encode_halves, exp32
 
 _ROW_MATH = {"contract", "nsz", "reassoc"}
 _ONE = np.float32(1.0)
@@ -102,6 +102,28 @@ def _store_qkv_int8(  # type: ignore[no-untyped-def]  # numba infers the types
             scales[block, 0, head, offset] = _quantize(key, 0, kv[block, 0, head, offset, :size])
             start = (num_heads + num_kv_heads + head) * size
             scales[block, 1, head, offset] = _quantize(row, start, kv[block, 1, head, offset, :size])
+
+
+@numba.njit(nogil=True, parallel=True, cache=True, fastmath=_ROW_MATH)
+def _store_qkv_fp16(  # type: ignore[no-untyped-def]  # numba infers the types
+    qkv, query_norm, key_norm, has_norm, cos, sin, positions, blocks, offsets, eps, kv, query
+):
+    # kv as the bits of its halves.
+    num_heads, num_kv_heads, size = query.shape[1], kv.shape[2], query.shape[2]
+    for token in numba.prange(qkv.shape[0]):
+        row, position, block, offset = qkv[token], positions[token], blocks[token], offsets[token]
+        bits = np.empty(size, np.uint32)
+        values = bits.view(np.float32)
+        for head in range(num_heads):
+            _norm_and_rotate(row, head * size, size, query_norm, has_norm, cos, sin, position, eps, query[token, head])
+        for head in range(num_kv_heads):
+            start = (num_heads + head) * size
+            _norm_and_rotate(row, start, size, key_norm, has_norm, cos, sin, position, eps, values)
+            encode_halves(values, bits, kv[block, 0, head, offset])
+            start = (num_heads + num_kv_heads + head) * size
+            for d in range(size):
+                values[d] = row[start + d]
+            encode_halves(values, bits, kv[block, 1, head, offset])
 
 
 @numba.njit(nogil=True, parallel=True, cache=True, fastmath=_ROW_MATH)
@@ -217,12 +239,13 @@ class NumbaOps:
             place.token_blocks,
             place.token_offsets,
             np.float32(parameters.eps),
-            kv.numpy(),
         )
         if kv.dtype == torch.int8:
-            _store_qkv_int8(*inputs, row_scales(kv, parameters.head_dim).numpy(), query.numpy())
+            _store_qkv_int8(*inputs, kv.numpy(), row_scales(kv, parameters.head_dim).numpy(), query.numpy())
+        elif kv.dtype == torch.float16:
+            _store_qkv_fp16(*inputs, kv.view(torch.uint16).numpy(), query.numpy())
         else:
-            _store_qkv(*inputs, query.numpy())
+            _store_qkv(*inputs, kv.numpy(), query.numpy())
         return query
 
     def activate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:

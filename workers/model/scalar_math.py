@@ -49,3 +49,40 @@ def exp32(x):  # type: ignore[no-untyped-def]  # numba infers the types
     p = p * r + _C5
     y = p * (r * r) + r + _ONE
     return y * _float_from_bits((np.int32(n) + np.int32(127)) << np.int32(23))
+
+
+_HALF_BIAS = np.uint32(112 << 23)
+_HALF_INFINITY, _HALF_NAN = np.uint32(0x7C00), np.uint32(0x7E00)
+_SMALLEST_NORMAL, _TOO_LARGE, _INFINITY = np.uint32(0x38800000), np.uint32(0x477FF000), np.uint32(0x7F800000)
+_TWO_112 = np.float32(2.0**112)
+_TWO_24 = np.float32(2.0**24)
+_NAN = np.float32(np.nan)
+
+
+@numba.njit(nogil=True, cache=True)
+def decode_halves(halves, bits, values):  # type: ignore[no-untyped-def]  # numba infers the types
+    """values[:] = fp16 numbers given as their bits, [D]; `bits` is `values` as uint32. What is not finite is NaN.
+
+    IEEE 754: exponent and mantissa at their places in fp32, times 2^112 for the other bias, is the number.
+    """
+    for d in range(values.shape[0]):
+        half = np.uint32(halves[d])
+        bits[d] = ((half & np.uint32(0x7FFF)) << np.uint32(13)) | ((half & np.uint32(0x8000)) << np.uint32(16))
+    for d in range(values.shape[0]):
+        is_finite = (np.uint32(halves[d]) & _HALF_INFINITY) != _HALF_INFINITY
+        values[d] = values[d] * _TWO_112 if is_finite else _NAN
+
+
+@numba.njit(nogil=True, cache=True)
+def encode_halves(values, bits, halves):  # type: ignore[no-untyped-def]  # numba infers the types
+    """halves[:] = the bits of fp32 numbers [D] rounded to fp16, to even; `bits` is `values` as uint32."""
+    for d in range(values.shape[0]):
+        word = bits[d]
+        size = word & np.uint32(0x7FFFFFFF)
+        moved = size - _HALF_BIAS
+        normal = (moved + np.uint32(0xFFF) + ((moved >> np.uint32(13)) & np.uint32(1))) >> np.uint32(13)
+        small = np.uint32(np.rint(abs(values[d]) * _TWO_24)) if size < _SMALLEST_NORMAL else np.uint32(0)
+        half = small if size < _SMALLEST_NORMAL else normal
+        half = _HALF_INFINITY if size >= _TOO_LARGE else half
+        half = _HALF_NAN if size > _INFINITY else half
+        halves[d] = np.uint16(half | ((word >> np.uint32(16)) & np.uint32(0x8000)))

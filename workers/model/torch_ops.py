@@ -47,7 +47,7 @@ class TorchOps:
         blocks = torch.from_numpy(place.token_blocks).to(qkv.device, torch.long)
         offsets = torch.from_numpy(place.token_offsets).to(qkv.device, torch.long)
         for side, rows in enumerate((_rotate(key, cos, sin), value)):
-            kv[blocks, side, :, offsets] = quantize_rows(rows) if kv.dtype == torch.int8 else rows
+            kv[blocks, side, :, offsets] = quantize_rows(rows) if kv.dtype == torch.int8 else rows.to(kv.dtype)
         return _rotate(query, cos, sin)
 
     def activate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:

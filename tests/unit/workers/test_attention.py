@@ -85,7 +85,11 @@ def test_both_backends_are_the_definition(
         rows, block_size=block_size, heads=heads, kv_heads=kv_heads, size=size, window=window, seed=seed
     )
     rows8 = quantize_rows(kv)
-    for held, values in ((kv, kv), (rows8, dequantize_rows(rows8, size))):
+    for held, values in (
+        (kv, kv),
+        (kv.half(), kv.half().float()),
+        (rows8, dequantize_rows(rows8, size)),
+    ):
         expected = definition(query, values, step, size**-0.5)
         for backend in (NumbaAttention(), TorchAttention()):
             found = backend.attend(query, held, step, 0, size**-0.5)

@@ -11,7 +11,7 @@ from pdserve.workers.model.families import Activation, RopeSpec
 from pdserve.workers.model.numba_ops import NumbaOps
 from pdserve.workers.model.ops import Ops, QKVParameters
 from pdserve.workers.model.rope import position_tables
-from pdserve.workers.model.scalar_math import exp32
+from pdserve.workers.model.scalar_math import decode_halves, encode_halves, exp32
 from pdserve.workers.model.torch_ops import TorchOps
 
 NUMBA, TORCH = NumbaOps(), TorchOps()
@@ -77,6 +77,12 @@ def test_store_qkv_equals_torch_and_writes_only_its_slots(has_norm: bool, size: 
         positions=positions, row_starts=none, item_rows=none, item_starts=none, item_ends=none, groups=(place,)
     )
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * size)
+    ours16, theirs16 = (torch.full((4, 2, kv_heads, 16, size), 7, dtype=torch.float16) for _ in range(2))
+    found, expected = (ops.store_qkv(qkv, parameters, kv, step) for ops, kv in ((NUMBA, ours16), (TORCH, theirs16)))
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
+    # The keys were rotated in another order of additions: a value between two halves may go either way.
+    torch.testing.assert_close(ours16, theirs16, rtol=1e-3, atol=1e-6)
+    assert torch.equal(ours16[:, 1], theirs16[:, 1])
     ours8, theirs8 = (
         torch.full((4, 2, kv_heads, 16, KVDtype.INT8.row_bytes(size)), 7, dtype=torch.int8) for _ in range(2)
     )
@@ -126,3 +132,31 @@ def test_exp_is_within_two_units_of_the_last_place() -> None:
     assert np.abs(found / expected - 1).max() < 3e-7
     assert exp32(np.float32(-1e30)) < 1e-37
     assert exp32(np.float32(0.0)) == 1.0
+
+
+def test_halves_are_those_of_torch() -> None:
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.uint16)
+    bits = np.zeros(2**16, np.uint32)
+    values = bits.view(np.float32)
+    decode_halves(every.numpy(), bits, values)
+    expected = every.view(torch.float16).float()
+    expected[~expected.isfinite()] = float("nan")
+    torch.testing.assert_close(torch.from_numpy(values.copy()), expected, rtol=0, atol=0, equal_nan=True)
+    # Between each two neighbours, at the middle and beside it; very small and very large ones.
+    finite = every.view(torch.float16).float()
+    finite = finite[finite.isfinite()].sort().values.unique()
+    middles = (finite[1:].double() + finite[:-1].double()) / 2
+    cases = torch.cat(
+        [
+            finite,
+            middles.float(),
+            torch.nextafter(middles.float(), torch.tensor(float("inf"))),
+            torch.nextafter(middles.float(), torch.tensor(float("-inf"))),
+            torch.tensor([65519.99, 65520.0, 1e30, -1e30, float("inf"), float("-inf"), float("nan"), 1e-30, -0.0]),
+        ]
+    )
+    halves = np.zeros(len(cases), np.uint16)
+    given = cases.numpy().copy()
+    encode_halves(given, given.view(np.uint32), halves)
+    found = torch.from_numpy(halves).view(torch.float16)
+    torch.testing.assert_close(found, cases.half(), rtol=0, atol=0, equal_nan=True)
