@@ -20,6 +20,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from pdserve.cluster.base.codec import Codec
@@ -42,6 +43,7 @@ _MEMORY = "DRAM"
 _OWN = "NIXL_INIT_AGENT"
 
 Handler = Callable[[bytes], None]
+OnFailure = Callable[[str], None]
 
 
 class NixlAgent:
@@ -54,7 +56,7 @@ class NixlAgent:
         self._lock = threading.Lock()
         self._made: Any = None
         self._peers: dict[str, int] = {}
-        self._handlers: dict[bytes, Handler] = {}
+        self._handlers: dict[bytes, tuple[Handler, OnFailure]] = {}
         self._poller: threading.Thread | None = None
         self._wake = threading.Event()
         self._is_closed = False
@@ -94,12 +96,12 @@ class NixlAgent:
             self._peers[name] -= 1
             if self._peers[name] == 0:
                 del self._peers[name]
-                self._made.remove_remote_agent(name)
+                _quietly(lambda: self._made.remove_remote_agent(name), "forgetting a peer")
 
-    def expect(self, key: bytes, handler: Handler) -> None:
-        """Hand notifications that begin with `key` to `handler`, on the poller's thread."""
+    def expect(self, key: bytes, handler: Handler, on_failure: OnFailure) -> None:
+        """Hand notifications that begin with `key` to `handler`, on the poller's thread, and its failure too."""
         with self._lock:
-            self._handlers[key] = handler
+            self._handlers[key] = handler, on_failure
             if self._poller is None:
                 self._poller = threading.Thread(target=self._poll, name="nixl poller", daemon=True)
                 self._poller.start()
@@ -131,6 +133,18 @@ class NixlAgent:
             self._made = None
 
     def _poll(self) -> None:
+        try:
+            self._poll_until_closed()
+        except Exception as error:
+            # The barrier of this thread: every link to this worker ends, and the next one starts another poller (I13).
+            logger.exception("the NIXL poller failed")
+            with self._lock:
+                self._poller = None
+                failed, self._handlers = list(self._handlers.values()), {}
+            for _, on_failure in failed:
+                on_failure(f"the NIXL poller failed: {type(error).__name__}: {error}")
+
+    def _poll_until_closed(self) -> None:
         agent = self.get()
         pause_s = POLL_MIN_S
         while not self._is_closed:
@@ -149,7 +163,7 @@ class NixlAgent:
 
     def _dispatch(self, message: bytes) -> None:
         with self._lock:
-            handler = self._handlers.get(message[:KEY_BYTES])
+            handler, _ = self._handlers.get(message[:KEY_BYTES], (None, None))
         if handler is None:
             logger.debug("a NIXL notification for a link that has ended")
             return
@@ -200,7 +214,7 @@ class _Region:
 
     def deregister(self) -> None:
         """The library does not use it any more."""
-        self._library.deregister_memory(self._registered)
+        _quietly(lambda: self._library.deregister_memory(self._registered), "deregistering memory")
         self._library = None
 
     def fence(self) -> None:
@@ -209,6 +223,14 @@ class _Region:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.mprotect(ctypes.c_void_p(self.address), ctypes.c_size_t(len(self._memory)), 0) != 0:
             raise OSError(ctypes.get_errno(), "mprotect of a landing region")
+
+
+def _quietly(act: Callable[[], object], what: str) -> None:
+    """Release something of the library: an error of it must not keep the rest from being released."""
+    try:
+        act()
+    except Exception as error:  # noqa: BLE001 — the binding raises types of its own
+        logger.warning("NIXL: %s failed: %s", what, error)
 
 
 def _places(address: int, stride: int, num_slots: int) -> list[tuple[int, int, int]]:
@@ -303,7 +325,7 @@ class NixlSender:
         if self._handles is not None:
             library = self._agent.get()
             for handle in self._handles:
-                library.release_dlist_handle(handle)
+                _quietly(partial(library.release_dlist_handle, handle), "releasing a descriptor list")
             self._handles = None
         self._region.deregister()
         if self._peer is not None:
@@ -344,7 +366,7 @@ class NixlReceiver:
         self._region = _Region(self._agent, slot_bytes=self._slots.slot_bytes, num_slots=self._slots.num_slots)
         metadata = self._agent.get().get_agent_metadata()
         self.answer = f"{self._key.hex()}:{self._region.address}:{self._region.stride}:{metadata.hex()}"
-        self._agent.expect(self._key, self._landed)
+        self._agent.expect(self._key, self._landed, self._on_broken)
 
     def header_received(self, header: Chunk) -> None:
         """See ReceiveTransport."""

@@ -250,6 +250,8 @@ class TorchDistReceiver:
         self._thread.start()
 
     def _meet(self, host: str, port: int, key: str) -> _Pair:
+        # The store would try for seconds to reach a port where nobody is.
+        socket.create_connection((host, port), MEET_S).close()
         return _Pair(_open_store(host, port), key, _SINK, host)
 
     def header_received(self, header: Chunk) -> None:

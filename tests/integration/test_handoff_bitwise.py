@@ -2,8 +2,10 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pdserve.cluster.base.config import LinearKind, TransferConfig, TransportKind
@@ -17,13 +19,23 @@ from support.services import eventually, generate, running_controller, running_r
 
 
 async def run_apart(
-    assembled: AssembledEngine, requests: list[Request], transport: TransportKind, *, chunk: int, block_size: int
+    assembled: AssembledEngine,
+    requests: list[Request],
+    transport: TransportKind,
+    *,
+    chunk: int,
+    block_size: int,
+    sink_block_size: int | None = None,
+    sink_assembled: AssembledEngine | None = None,
 ) -> tuple[Logits, dict[str, list[int]]]:
     """Run requests on a prefill and a decode worker; return the logits that either drew from, and the texts."""
     transfer = TransferConfig(transports=(transport,), slot_bytes=64 << 10)
-    limits = {"block_size": block_size, "num_blocks": 160}
-    prefill, prefill_runner, prefill_store = recording_engine(assembled, max_batch_tokens=chunk, **limits)
-    decode, decode_runner, decode_store = recording_engine(assembled, **limits)
+    prefill, prefill_runner, prefill_store = recording_engine(
+        assembled, max_batch_tokens=chunk, block_size=block_size, num_blocks=160
+    )
+    decode, decode_runner, decode_store = recording_engine(
+        sink_assembled or assembled, block_size=sink_block_size or block_size, num_blocks=160
+    )
     async with (
         running_controller() as controller,
         running_replayer(controller) as replayer,
@@ -62,6 +74,53 @@ async def test_odd_widths_have_the_same_bits_disaggregated(odd_checkpoint: Path)
     found, found_texts = await run_apart(assembled, requests, TransportKind.SHM, chunk=29, block_size=48)
     assert_same_bits(found, expected)
     assert found_texts == texts
+
+
+@pytest.mark.parametrize(("source_size", "sink_size"), [(16, 32), (64, 16), (32, 64)])
+async def test_block_sizes_that_differ_leave_the_same_bits(
+    tiny_checkpoints: dict[str, Path], source_size: int, sink_size: int
+) -> None:
+    # known_faults B069
+    assembled = make_engine(tiny_checkpoints["gemma3"], linear=LinearKind.FP32)
+    requests = make_seeded_requests()
+    expected, texts = alone(assembled, requests)
+    found, found_texts = await run_apart(
+        assembled, requests, TransportKind.SHM, chunk=33, block_size=source_size, sink_block_size=sink_size
+    )
+    assert_same_bits(found, expected)
+    assert found_texts == texts
+
+
+@pytest.mark.parametrize(
+    ("source_dtype", "sink_dtype", "bound"),
+    [
+        (KVDtype.FLOAT32, KVDtype.FLOAT16, 0.005),
+        (KVDtype.FLOAT16, KVDtype.FLOAT32, 0.005),
+        (KVDtype.FLOAT32, KVDtype.INT8, 0.06),
+        (KVDtype.INT8, KVDtype.FLOAT16, 0.06),
+    ],
+)
+async def test_dtypes_that_differ_are_of_the_tolerance_class(
+    tiny_checkpoints: dict[str, Path], source_dtype: KVDtype, sink_dtype: KVDtype, bound: float
+) -> None:
+    # The second token of each request is drawn from KV that was converted on the way, after the same first one.
+    plain = make_engine(tiny_checkpoints["gemma3"], linear=LinearKind.FP32)
+    requests = make_seeded_requests(max_tokens=2)
+    found, texts = await run_apart(
+        with_kv(plain, source_dtype),
+        requests,
+        TransportKind.TCP,
+        chunk=33,
+        block_size=16,
+        sink_assembled=with_kv(plain, sink_dtype),
+    )
+    for request in requests:
+        seed, first_token = request.sampling.seed, texts[request.request_id][0]
+        resumed = replace(request, resume_token_ids=(first_token,))
+        expected, _ = alone(plain, [resumed])
+        wanted = expected[seed, 1]
+        error = np.abs(found[seed, 1] - wanted).max() / wanted.std()
+        assert error < bound, (request.request_id, error)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,9 @@ class LinkPair(Protocol):
     def link_lost(self, reason: str) -> None:
         """A link that was in use has broken; the next one is on its way."""
 
+    def no_link_left(self, reason: str) -> None:
+        """No transport opens a link now; the first one is tried again after a pause."""
+
 
 class LinkKeeper:
     """The links of one stream, one after the other."""
@@ -196,7 +199,8 @@ class LinkKeeper:
         if link is not self.link:
             return
         self._cancel_timer()
-        if link.life.state in (LinkState.OPENING, LinkState.TESTING):
+        was_refused = link.life.state in (LinkState.OPENING, LinkState.TESTING)
+        if was_refused:
             self._order.refused(link.transport)
             is_demoted = True
         else:
@@ -208,6 +212,8 @@ class LinkKeeper:
         if not self._order.is_everyone_resting:
             self.open()
             return
+        if was_refused:
+            self._pair.no_link_left(reason)
         self._set_timer(self._retry_s, self.open)
         self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
 

@@ -138,6 +138,10 @@ class SourcePeer:
         if self._channel is not None:
             self._events.link_lost(self, reason)
 
+    def no_link_left(self, reason: str) -> None:
+        """See LinkPair."""
+        self._events.peer_lost(self, f"no link to {self.info.worker_id}: {reason}")
+
     def prefer_better(self) -> None:
         """No transfer uses the links: change to better transports that have rested."""
         for keeper in self._keepers:

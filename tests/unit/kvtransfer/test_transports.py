@@ -3,6 +3,7 @@
 import asyncio
 import os
 import queue
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,8 +12,10 @@ from pdserve.cluster.base.errors import ProtocolError
 from pdserve.cluster.base.transfer_messages import Chunk
 from pdserve.kvtransfer.pattern import pattern
 from pdserve.kvtransfer.slots import LandingSlots
+from pdserve.kvtransfer.transports import torch_dist
 from pdserve.kvtransfer.transports.nixl import NixlAgent, NixlReceiver, NixlSender
 from pdserve.kvtransfer.transports.shm import ShmReceiver, ShmSender
+from pdserve.kvtransfer.transports.torch_dist import TorchDistReceiver, TorchDistSender, TorchStore
 from support.chunks import make_header
 
 
@@ -168,3 +171,100 @@ def test_a_backend_that_does_not_exist_is_an_error_that_names_those_that_do() ->
     with pytest.raises(OSError, match=r"NIXL has no backend NOPE here; it has .*UCX"):
         agent.get()
     agent.close()
+
+
+def test_a_poller_that_fails_breaks_its_links_and_another_one_starts(nixl: NixlPair) -> None:
+    # I13
+    def explode(header: Chunk) -> None:
+        raise RuntimeError("no")
+
+    nixl.receiver._on_chunk = explode
+    nixl.sender.send(header_of(0))
+    assert "the NIXL poller failed: RuntimeError" in nixl.broken.get(timeout=5)
+    again: queue.Queue[bytes] = queue.Queue()
+    nixl.sink.expect(nixl.receiver._key, again.put, nixl.broken.put)
+    nixl.sender.send(header_of(1, seq=1))
+    assert again.get(timeout=5)
+
+
+class TorchPair:
+    """Both ends of a torch_dist link."""
+
+    def __init__(self) -> None:
+        self.store = TorchStore()
+        self.landed: queue.Queue[Chunk] = queue.Queue()
+        self.broken: queue.Queue[str] = queue.Queue()
+        self.sender = TorchDistSender(self.store, "127.0.0.1", slot_bytes=5000)
+        self.receiver = TorchDistReceiver(self.sender.address, make_slots(), self.landed.put, self.broken.put)
+
+    async def meet(self) -> None:
+        """Both ends find each other."""
+        await self.receiver.attach()
+        await self.sender.wait_attached(self.receiver.answer)
+
+    def send(self, header: Chunk) -> None:
+        """Post a send, and let its header go over the control channel."""
+        self.sender.send(header)
+        self.receiver.header_received(header)
+
+    async def close(self) -> None:
+        """Close both ends and the store."""
+        self.sender.close()
+        self.sender.free()
+        self.receiver.close()
+        await self.receiver.free()
+        self.store.close()
+
+
+@pytest.fixture
+def torch_pair() -> Iterator[TorchPair]:
+    pair = TorchPair()
+    asyncio.run(pair.meet())
+    yield pair
+    asyncio.run(pair.close())
+
+
+def test_torch_dist_carries_bytes_in_the_order_of_the_headers(torch_pair: TorchPair) -> None:
+    for seq in range(6):
+        slot = seq % 2
+        torch_pair.sender.buffer(slot)[:5000] = pattern(seq, 5000)
+        torch_pair.send(header_of(slot, seq=seq))
+        header = torch_pair.landed.get(timeout=5)
+        assert (header.slot, header.seq) == (slot, seq)
+        assert torch_pair.receiver.body(slot, 5000) == pattern(seq, 5000)
+        torch_pair.receiver._landing_slots.vacate(slot)
+    assert torch_pair.broken.empty()
+
+
+@pytest.mark.parametrize("closing", ["source", "sink"])
+def test_closing_one_end_of_torch_dist_ends_what_both_wait_for(torch_pair: TorchPair, closing: str) -> None:
+    # The fence: no receive is left that could still be written to (I2, I7).
+    torch_pair.receiver.header_received(header_of(0))  # its bytes never come
+    time.sleep(0.1)
+    start_time = time.monotonic()
+    (torch_pair.sender if closing == "source" else torch_pair.receiver).close()
+    assert torch_pair.broken.get(timeout=5)
+    assert time.monotonic() - start_time < 2.0
+    with pytest.raises(OSError, match=r"closed|broken"):
+        torch_pair.sender.send(header_of(1, seq=1))
+    assert torch_pair.landed.empty()
+    assert bytes(torch_pair.receiver.body(0, 5000)) == bytes(5000)
+
+
+def test_a_sink_that_never_comes_does_not_hold_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_dist, "MEET_S", 0.5)
+    pair = TorchPair()
+    with pytest.raises(OSError, match="did not meet"):
+        asyncio.run(pair.sender.wait_attached(""))
+    pair.sender.close()
+    pair.sender.free()
+    pair.store.close()
+
+
+@pytest.mark.parametrize("address", ["", "nonsense", "127.0.0.1|x|y", "127.0.0.1|1|key"])
+def test_a_torch_dist_address_where_nobody_is_is_an_error(address: str) -> None:
+    receiver = TorchDistReceiver(address, make_slots(), lambda header: None, lambda reason: None)
+    with pytest.raises((ProtocolError, OSError)):
+        asyncio.run(receiver.attach())
+    receiver.close()
+    asyncio.run(receiver.free())
