@@ -33,8 +33,9 @@ def transfer_config(transport: TransportKind, **changes: float) -> TransferConfi
 
 
 def has_link(worker: Worker) -> bool:
-    """True if the decode worker has an open link."""
-    return any(link.state == "open" for link in worker.load().links)
+    """True if every link of the decode worker is open."""
+    links = worker.load().links
+    return bool(links) and all(link.state == "open" for link in links)
 
 
 def received_bytes(worker: Worker) -> int:

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 
 from pdserve.workers.attention.protocol import StepMetadata
+from pdserve.workers.kv.row_kernels import decode_halves
 from pdserve.workers.kv.rows import row_scales
-from pdserve.workers.model.scalar_math import decode_halves, exp32
+from pdserve.workers.model.scalar_math import exp32
 
 TILE = 32
 RUN = 16

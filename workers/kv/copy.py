@@ -1,13 +1,14 @@
 """Copies between KV blocks and chunk bodies, with the checksum computed in the same pass.
 
 A body is layer, K/V, token, head, dimension, in the wire dtype of its stream; where that is not the store's, rows are
-converted on the way, by torch, in pieces that it computes on the calling thread. The checksum is Σ mix(word_i + key_i)
+converted on the way. The checksum is Σ mix(word_i + key_i)
 mod 2^64 over 64-bit words, so its parts may be summed in any order. mix multiplies the halves of its argument, as
 UMAC's NH hash does (Black, Halevi, Krawczyk, Krovetz, Rogaway 1999); keys follow from the word's place. Kernels release
 the GIL and are not parallel: transport threads call them beside the engine's.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numba
 import numpy as np
@@ -17,16 +18,14 @@ from numpy.typing import NDArray
 from pdserve.cluster.base.errors import ConfigError
 from pdserve.cluster.base.kv_layout import ChunkRange, KVDtype, KVLayout
 from pdserve.workers.engine.plan import Int32
-from pdserve.workers.kv.rows import TORCH_DTYPES, decode_rows, encode_rows
+from pdserve.workers.kv.row_kernels import FLOAT16, FLOAT32, INT8, read_row, write_row
 from pdserve.workers.kv.store import KVStore
 
 UInt64 = NDArray[np.uint64]
 
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
-_SERIAL_VALUES = 1 << 15
-_Piece = tuple[int, int, slice, tuple[torch.Tensor, slice, torch.Tensor]]
-"""Layer of the chunk, layer of the model, tokens of the chunk, and where they lie: blocks, heads, offsets."""
+_KINDS = {KVDtype.FLOAT32: FLOAT32, KVDtype.FLOAT16: FLOAT16, KVDtype.INT8: INT8}
 _ROW_SALT = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -88,6 +87,72 @@ def _checksum(body, keys):  # type: ignore[no-untyped-def]  # numba infers the t
     return total
 
 
+@numba.njit(nogil=True, cache=True)
+def _gather_converted(  # type: ignore[no-untyped-def]  # numba infers the types
+    floats, halves, bytes_, to_floats, to_halves, to_bytes, blocks, first, end, first_head, end_head, held, wire, size
+):
+    # The first three are views of a layer [N, 2, H, B, row], the next three of its part of the body [2, T, heads, row].
+    block_size = floats.shape[3]
+    bits = np.empty(size, np.uint32)
+    values = bits.view(np.float32)
+    for side in range(2):
+        for token in range(first, end):
+            block, offset, place = blocks[token // block_size], token % block_size, token - first
+            for head in range(first_head, end_head):
+                at = head - first_head
+                read_row(
+                    held,
+                    floats[block, side, head, offset],
+                    halves[block, side, head, offset],
+                    bytes_[block, side, head, offset],
+                    bits,
+                    values,
+                )
+                write_row(
+                    wire,
+                    values,
+                    bits,
+                    to_floats[side, place, at],
+                    to_halves[side, place, at],
+                    to_bytes[side, place, at],
+                )
+
+
+@numba.njit(nogil=True, cache=True)
+def _scatter_converted(  # type: ignore[no-untyped-def]  # numba infers the types
+    floats, halves, bytes_, of_floats, of_halves, of_bytes, blocks, first, end, first_head, end_head, held, wire, size
+):
+    block_size = floats.shape[3]
+    bits = np.empty(size, np.uint32)
+    values = bits.view(np.float32)
+    for side in range(2):
+        for token in range(first, end):
+            block, offset, place = blocks[token // block_size], token % block_size, token - first
+            for head in range(first_head, end_head):
+                at = head - first_head
+                read_row(
+                    wire,
+                    of_floats[side, place, at],
+                    of_halves[side, place, at],
+                    of_bytes[side, place, at],
+                    bits,
+                    values,
+                )
+                write_row(
+                    held,
+                    values,
+                    bits,
+                    floats[block, side, head, offset],
+                    halves[block, side, head, offset],
+                    bytes_[block, side, head, offset],
+                )
+
+
+def _views(rows: NDArray[Any]) -> tuple[NDArray[np.float32], NDArray[np.uint16], NDArray[np.int8]]:
+    """Return rows [..., row] as fp32, halves and bytes."""
+    return rows.view(np.float32), rows.view(np.uint16), rows.view(np.int8)
+
+
 def _draw_keys(size: int) -> UInt64:
     """Return the keys of a row's words, [size]; the same in every process."""
     with np.errstate(over="ignore"):
@@ -133,7 +198,7 @@ class BlockCopier:
         """Copy the chunk's KV into `body`; return its checksum. `blocks` is the request's table in that group."""
         words = np.frombuffer(body, np.uint64)
         if wire_dtype != self._kv_dtype:
-            self._encode(chunk, blocks, words, wire_dtype)
+            self._move_converted(chunk, blocks, words, wire_dtype, is_gather=True)
             return int(_checksum(words, self._wire_keys(wire_dtype)))
         total, offset, heads = 0, 0, self._heads_of(chunk)
         for layer in self._layers_of(chunk):
@@ -145,7 +210,7 @@ class BlockCopier:
         """Copy `body` into the chunk's blocks; return its checksum."""
         words = np.frombuffer(body, np.uint64)
         if wire_dtype != self._kv_dtype:
-            self._decode(chunk, blocks, words, wire_dtype)
+            self._move_converted(chunk, blocks, words, wire_dtype, is_gather=False)
             return int(_checksum(words, self._wire_keys(wire_dtype)))
         total, offset, heads = 0, 0, self._heads_of(chunk)
         for layer in self._layers_of(chunk):
@@ -158,46 +223,32 @@ class BlockCopier:
             self._keys_of[wire_dtype] = _draw_keys(wire_dtype.row_bytes(self._layout.head_dim) // 8)
         return self._keys_of[wire_dtype]
 
-    def _encode(self, chunk: ChunkRange, blocks: Int32, words: UInt64, wire_dtype: KVDtype) -> None:
-        target = self._as_rows(words, chunk, wire_dtype)
-        for place, layer, tokens, (held, heads, offsets) in self._pieces(chunk, blocks):
-            rows = self._store.layer(layer)[held, :, heads, offsets]  # [T, 2, H, row]
-            values = decode_rows(rows, self._layout.head_dim)
-            target[place, :, tokens] = encode_rows(values, wire_dtype).transpose(0, 1)
-
-    def _decode(self, chunk: ChunkRange, blocks: Int32, words: UInt64, wire_dtype: KVDtype) -> None:
-        # A slot may be mapped read-only, which torch does not know.
-        source = self._as_rows(words.copy(), chunk, wire_dtype)
-        for place, layer, tokens, (held, heads, offsets) in self._pieces(chunk, blocks):
-            values = decode_rows(source[place, :, tokens].contiguous(), self._layout.head_dim)
-            rows = encode_rows(values, self._kv_dtype).transpose(0, 1)
-            self._store.layer(layer)[held, :, heads, offsets] = rows
-
-    def _as_rows(self, words: UInt64, chunk: ChunkRange, wire_dtype: KVDtype) -> torch.Tensor:
-        flat = torch.from_numpy(words.view(np.int8)).view(TORCH_DTYPES[wire_dtype])
-        return flat.view(chunk.num_layers, 2, chunk.num_tokens, chunk.num_heads, -1)
-
-    def _pieces(self, chunk: ChunkRange, blocks: Int32) -> "Iterator[_Piece]":
-        """Cut a chunk into pieces below torch's threshold for more than one thread."""
-        layout = self._layout
-        count = max(1, _SERIAL_VALUES // (2 * chunk.num_heads * layout.head_dim))
-        heads = slice(*self._heads_of(chunk))
-        layers = layout.groups[chunk.group].layers[chunk.first_layer : chunk.end_layer]
-        for first in range(chunk.first_token, chunk.end_token, count):
-            places = np.arange(first, min(first + count, chunk.end_token))
-            held = torch.from_numpy(blocks[places // layout.block_size]).long()
-            offsets = torch.from_numpy(places % layout.block_size)
-            start = first - chunk.first_token
-            for place, layer in enumerate(layers):
-                yield place, layer, slice(start, start + len(places)), (held, heads, offsets)
+    def _move_converted(
+        self, chunk: ChunkRange, blocks: Int32, words: UInt64, wire_dtype: KVDtype, *, is_gather: bool
+    ) -> None:
+        flat = words.view(np.int8)
+        row_bytes = wire_dtype.row_bytes(self._layout.head_dim)
+        body = flat.reshape(chunk.num_layers, 2, chunk.num_tokens, chunk.num_heads, row_bytes)
+        tokens, heads = (chunk.first_token, chunk.end_token), self._heads_of(chunk)
+        kinds = _KINDS[self._kv_dtype], _KINDS[wire_dtype]
+        for layer, part in zip(self._layers_of(chunk), body, strict=True):
+            convert = _gather_converted if is_gather else _scatter_converted
+            convert(*_views(layer), *_views(part), blocks, *tokens, *heads, *kinds, self._layout.head_dim)
 
     def warm_up(self) -> None:
-        """Compile the kernels, by copying nothing: so that the first transfer does not wait."""
+        """Compile the kernels, by copying nothing: so that no transfer waits, whatever its peer holds."""
         blocks, words = np.zeros(1, np.int32), np.zeros(1, np.uint64)
-        _gather(self._layers[0], blocks, 0, 0, 0, 0, words, 0, self._keys)
-        words.flags.writeable = False
-        _scatter(self._layers[0], blocks, 0, 0, 0, 0, words, 0, self._keys)
+        layer, ends = self._layers[0], (0, 0, 0, 0)
+        kinds = (_KINDS[self._kv_dtype], _KINDS[self._kv_dtype], self._layout.head_dim)
+        body = np.zeros((2, 1, 1, 8), np.int8)
+        _gather(layer, blocks, *ends, words, 0, self._keys)
+        _gather_converted(*_views(layer), *_views(body), blocks, *ends, *kinds)
         _checksum(words[:0], self._keys)
+        for is_writable in (True, False):  # a slot may be mapped read-only
+            words.flags.writeable = body.flags.writeable = is_writable
+            _scatter(layer, blocks, *ends, words, 0, self._keys)
+            _scatter_converted(*_views(layer), *_views(body), blocks, *ends, *kinds)
+            _checksum(words[:0], self._keys)
 
     def _layers_of(self, chunk: ChunkRange) -> Sequence[UInt64]:
         numbers = self._layout.groups[chunk.group].layers[chunk.first_layer : chunk.end_layer]

@@ -7,14 +7,14 @@ import numpy as np
 import torch
 
 from pdserve.workers.attention.protocol import StepMetadata
-from pdserve.workers.kv.rows import INT8_MAX, row_scales
+from pdserve.workers.kv.row_kernels import encode_halves, quantize_row
+from pdserve.workers.kv.rows import row_scales
 from pdserve.workers.model.families import Activation
 from pdserve.workers.model.ops import QKVParameters
-from pdserve.workers.model.scalar_math import encode_halves, exp32
+from pdserve.workers.model.scalar_math import exp32
 
 _ROW_MATH = {"contract", "nsz", "reassoc"}
 _ONE = np.float32(1.0)
-_INT8_MAX = np.float32(INT8_MAX)
 _ABSENT = np.empty(0, np.float32)
 _PARALLEL_VALUES = 1 << 16
 """For fewer, waking another thread costs more than it saves."""
@@ -72,20 +72,6 @@ def _norm_and_rotate(row, start, size, weight, has_norm, cos, sin, position, eps
             out[half + d] = high * cos[position, d] + low * sin[position, d]
 
 
-@numba.njit(nogil=True, fastmath=_ROW_MATH)
-def _quantize(values, start, out):  # type: ignore[no-untyped-def]  # numba infers the types
-    # Writes out[:D] for values[start : start + D], D = len(out); returns the scale. As rows.quantize_rows does.
-    # A row with NaN or inf has a scale of NaN, so that it shows.
-    peak, total = np.float32(0.0), np.float32(0.0)
-    for d in range(out.shape[0]):
-        peak = max(peak, abs(values[start + d]))
-        total += values[start + d]
-    inverse = _INT8_MAX / peak if peak > 0 else np.float32(0.0)
-    for d in range(out.shape[0]):
-        out[d] = np.int8(np.rint(values[start + d] * inverse))
-    return peak / _INT8_MAX + total * np.float32(0.0)
-
-
 @numba.njit(nogil=True, parallel=True, cache=True, fastmath=_ROW_MATH)
 def _store_qkv_int8(  # type: ignore[no-untyped-def]  # numba infers the types
     qkv, query_norm, key_norm, has_norm, cos, sin, positions, blocks, offsets, eps, kv, scales, query
@@ -99,9 +85,9 @@ def _store_qkv_int8(  # type: ignore[no-untyped-def]  # numba infers the types
         for head in range(num_kv_heads):
             start = (num_heads + head) * size
             _norm_and_rotate(row, start, size, key_norm, has_norm, cos, sin, position, eps, key)
-            scales[block, 0, head, offset] = _quantize(key, 0, kv[block, 0, head, offset, :size])
+            scales[block, 0, head, offset] = quantize_row(key, 0, kv[block, 0, head, offset, :size])
             start = (num_heads + num_kv_heads + head) * size
-            scales[block, 1, head, offset] = _quantize(row, start, kv[block, 1, head, offset, :size])
+            scales[block, 1, head, offset] = quantize_row(row, start, kv[block, 1, head, offset, :size])
 
 
 @numba.njit(nogil=True, parallel=True, cache=True, fastmath=_ROW_MATH)

@@ -1,5 +1,7 @@
 """Gather and scatter: the right bytes, and a checksum that sees every change."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from pdserve.cluster.base.errors import ConfigError
 from pdserve.cluster.base.kv_layout import ChunkRange, GroupLayout, KVDtype, KVLayout
 from pdserve.kvtransfer.layout import chunk_bytes
 from pdserve.workers.kv.copy import BlockCopier
+from pdserve.workers.kv.rows import TORCH_DTYPES, decode_rows, encode_rows
 from pdserve.workers.kv.store import KVStore
 from support.chunks import whole_stream
 
@@ -114,3 +117,53 @@ def test_equal_bytes_have_equal_checksums_in_every_process_and_version() -> None
 def test_a_layout_that_cannot_be_moved_is_refused() -> None:
     with pytest.raises(ConfigError, match="no multiple of 8"):
         BlockCopier(make_store(make_layout(head_dim=3), 0))
+
+
+@pytest.mark.parametrize("held", KVDtype)
+@pytest.mark.parametrize("wire", KVDtype)
+@pytest.mark.parametrize("heads", [(0, 4), (1, 3), (3, 4)])
+def test_a_body_of_another_dtype_holds_the_rows_that_torch_makes(
+    held: KVDtype, wire: KVDtype, heads: tuple[int, int]
+) -> None:
+    layout = replace(make_layout(head_dim=8, num_kv_heads=4), kv_dtype=held)
+    store = KVStore(layout, num_blocks=(8, 8), device=torch.device("cpu"))
+    for layer in range(layout.num_layers):
+        values = torch.randn(8, 2, 4, 16, 8, generator=torch.Generator().manual_seed(layer))
+        values[0] = 0.0
+        store.layer(layer).copy_(encode_rows(values, held))
+    chunk = replace(CHUNK, first_head=heads[0], end_head=heads[1])
+    row = wire.row_bytes(8)
+    body = bytearray(2 * 2 * 37 * (heads[1] - heads[0]) * row)
+    copier = BlockCopier(store)
+    checksum = copier.gather(chunk, SOURCE_BLOCKS, memoryview(body), wire)
+    found = torch.frombuffer(bytearray(body), dtype=TORCH_DTYPES[wire]).view(2, 2, 37, heads[1] - heads[0], -1)
+    for place, layer in enumerate(layout.groups[0].layers):
+        for index, token in enumerate(range(13, 50)):
+            rows = store.layer(layer)[SOURCE_BLOCKS[token // 16], :, heads[0] : heads[1], token % 16].contiguous()
+            expected = rows if held is wire else encode_rows(decode_rows(rows, 8), wire)
+            torch.testing.assert_close(found[place, :, index], expected, rtol=0, atol=0)
+    # Back into other blocks of another store; the checksum is of the body, whatever is done with it.
+    other = KVStore(layout, num_blocks=(8, 8), device=torch.device("cpu"))
+    assert BlockCopier(other).scatter(chunk, SINK_BLOCKS, memoryview(bytes(body)), wire) == checksum
+    for place, layer in enumerate(layout.groups[0].layers):
+        rows = torch.stack(
+            [other.layer(layer)[SINK_BLOCKS[t // 16], :, heads[0] : heads[1], t % 16] for t in range(13, 50)], dim=1
+        )
+        came = found[place]
+        expected = came if held is wire else encode_rows(decode_rows(came.contiguous(), 8), held)
+        torch.testing.assert_close(rows, expected, rtol=0, atol=0)
+        untouched = other.layer(layer)[:, :, [head for head in range(4) if not heads[0] <= head < heads[1]]]
+        assert not untouched.view(torch.int8).any()
+
+
+def test_a_row_that_is_not_finite_stays_so_in_every_dtype() -> None:
+    layout = make_layout(head_dim=8, num_kv_heads=1)
+    store = make_store(layout, 1)
+    store.layer(1)[5, 0, 0, 13, 3] = float("nan")
+    chunk = ChunkRange(group=0, first_layer=0, end_layer=1, first_head=0, end_head=1, first_token=13, end_token=14)
+    for wire in KVDtype:
+        body = bytearray(2 * wire.row_bytes(8))
+        BlockCopier(store).gather(chunk, SOURCE_BLOCKS, memoryview(body), wire)
+        rows = torch.frombuffer(bytearray(body), dtype=TORCH_DTYPES[wire]).view(2, -1)
+        assert decode_rows(rows, 8)[0].isnan().any()
+        assert decode_rows(rows, 8)[1].isfinite().all()

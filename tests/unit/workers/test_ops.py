@@ -6,12 +6,13 @@ import torch
 
 from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.workers.attention.protocol import GroupMetadata, StepMetadata
+from pdserve.workers.kv.row_kernels import decode_halves, encode_halves
 from pdserve.workers.kv.rows import dequantize_rows, quantize_rows
 from pdserve.workers.model.families import Activation, RopeSpec
 from pdserve.workers.model.numba_ops import NumbaOps
 from pdserve.workers.model.ops import Ops, QKVParameters
 from pdserve.workers.model.rope import position_tables
-from pdserve.workers.model.scalar_math import decode_halves, encode_halves, exp32
+from pdserve.workers.model.scalar_math import exp32
 from pdserve.workers.model.torch_ops import TorchOps
 
 NUMBA, TORCH = NumbaOps(), TorchOps()
