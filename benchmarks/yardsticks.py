@@ -125,7 +125,8 @@ def raw_socket() -> float:
 def _nixl_agent(name: str) -> Any:
     from nixl._api import nixl_agent, nixl_agent_config
 
-    return nixl_agent(name, nixl_agent_config(backends=["UCX"]))
+    # Without its progress thread: with one core a side that would take from the writes.
+    return nixl_agent(name, nixl_agent_config(backends=["UCX"], enable_prog_thread=False))
 
 
 def _nixl_target(connection: Connection) -> None:

@@ -19,6 +19,7 @@ import mmap
 import secrets
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -34,7 +35,8 @@ logger = logging.getLogger(__name__)
 KEY_BYTES = 16
 MAX_HEADER_BYTES = 16 << 10
 MAX_METADATA_BYTES = 1 << 20
-POLL_MIN_S, POLL_MAX_S = 50e-6, 2e-3
+MIN_WRITE_BYTES = 16 << 10
+POLL_MIN_S, POLL_MAX_S = 50e-6, 0.5e-3
 PARKED_POLL_S = 50e-3
 WRITE_POLL_MAX_S = 1e-3
 LAST_WRITE_S = 2.0
@@ -209,7 +211,7 @@ class _Region:
         return self.view[slot * self.stride : (slot + 1) * self.stride]
 
     def places(self) -> list[tuple[int, int, int]]:
-        """Return the slots as the library's descriptors."""
+        """Return the beginnings of the slots as the library's descriptors, see _places."""
         return _places(self.address, self.stride, self.num_slots)
 
     def deregister(self) -> None:
@@ -233,8 +235,18 @@ def _quietly(act: Callable[[], object], what: str) -> None:
         logger.warning("NIXL: %s failed: %s", what, error)
 
 
+def _sizes(stride: int) -> list[int]:
+    """Return the lengths that a write may have: a chunk goes with the shortest that holds it."""
+    sizes = [stride]
+    while sizes[-1] > MIN_WRITE_BYTES:
+        sizes.append(-(-sizes[-1] // 2))
+    return sizes[::-1]
+
+
 def _places(address: int, stride: int, num_slots: int) -> list[tuple[int, int, int]]:
-    return [(address + slot * stride, stride, 0) for slot in range(num_slots)]
+    """Return descriptors of each slot in each length: prepared once, where one made for each chunk would cost more."""
+    sizes = _sizes(stride)
+    return [(address + slot * stride, size, 0) for slot in range(num_slots) for size in sizes]
 
 
 class NixlSender:
@@ -246,6 +258,7 @@ class NixlSender:
         """Raises OSError if NIXL cannot be used here."""
         self._agent = agent
         self._region = _Region(agent, slot_bytes=slot_bytes, num_slots=num_slots)
+        self._sizes = _sizes(self._region.stride)
         self._codec = Codec()
         self._is_closed = False
         self._peer: str | None = None
@@ -280,7 +293,7 @@ class NixlSender:
             raise BrokenPipeError("the link is closed")
         notice = self._key + self._codec.encode(header)
         try:
-            self._begin_write(header.slot, notice)
+            self._begin_write(header, notice)
             pause_s = POLL_MIN_S
             while (state := self._write_state()) == "PROC":
                 if self._is_closed:
@@ -295,10 +308,11 @@ class NixlSender:
         if state != "DONE":
             raise BrokenPipeError(f"a NIXL write ended in state {state}")
 
-    def _begin_write(self, slot: int, notice: bytes) -> None:
+    def _begin_write(self, header: Chunk, notice: bytes) -> None:
         assert self._handles is not None, "checked by send"
         library, (own, remote) = self._agent.get(), self._handles
-        self._pending = library.make_prepped_xfer("WRITE", own, [slot], remote, [slot], notice)
+        place = header.slot * len(self._sizes) + bisect_left(self._sizes, header.num_bytes)
+        self._pending = library.make_prepped_xfer("WRITE", own, [place], remote, [place], notice)
         library.transfer(self._pending)
 
     def _write_state(self) -> str:
