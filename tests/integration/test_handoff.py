@@ -21,7 +21,7 @@ from pdserve.workers.kv.store import KVStore
 from pdserve.workers.model.digest import DigestModel
 from support.engines import make_digest_engine, make_request, prompts_of
 from support.pairs import LAYER_BYTES, assert_clean, has_link, received_bytes, running_pair, transfer_config
-from support.runners import BlindRunner, DamagingCopier, GatedCopier, make_gated_engine
+from support.runners import BlindRunner, DamagingCopier, GatedCopier, SlowCopier, make_gated_engine
 from support.services import CHANNEL, MODEL, eventually, generate, running_controller, running_replayer, running_worker
 
 NARROW = DigestModel(windows=(0,), layers_per_group=2)
@@ -576,3 +576,16 @@ async def test_a_request_whose_workers_keep_dying_is_failed_with_that_cause() ->
                 await generate(replayer, make_request("poison", [10, 11], max_tokens=5))
             failures = [worker.registration()[2] for worker in (first, second, third)]
             assert sum(failure is not None for failure in failures) == 2
+
+
+async def test_blocks_that_were_not_gathered_yet_are_not_given_to_the_next_prompt() -> None:
+    # known_faults B057; I4: a pool for three prompts, twelve at once, and a sender that is late
+    prefill = make_digest_engine(MODEL, num_blocks=24, max_batch_tokens=128, has_prefix_cache=False)
+    requests = [make_request(str(n), prompt, max_tokens=4) for n, prompt in enumerate(prompts_of([110] * 12))]
+    transfer = transfer_config(TransportKind.SHM, max_slots_per_link=2)
+    async with running_pair(transfer, prefill=prefill, make_source_copier=SlowCopier) as pair:
+        results = await asyncio.gather(*(generate(pair.replayer, request) for request in requests))
+        for request, (tokens, _) in zip(requests, results, strict=True):
+            assert tokens == MODEL.generate(request)
+        assert pair.decode.load().num_prefilled_tokens == 0
+        await assert_clean(pair.prefill, pair.decode)

@@ -161,6 +161,7 @@ async def outcome_of(replayer: Replayer, request: Request) -> Outcome:
 
 
 async def test_everything_is_equal_disaggregated(assembled: AssembledEngine) -> None:
+    # known_faults B078
     requests = [*requests_of((3, 16, 40, 90)), *requests_of((50,), min_tokens=0, num_prompt_logprobs=None)]
     requests = [replace(request, request_id=make_request(str(n), [0]).request_id) for n, request in enumerate(requests)]
     expected = list(run_all(plain_engine(assembled), requests).values())

@@ -50,12 +50,15 @@ async def running_pair(
     prefill: Engine | None = None,
     decode: Engine | None = None,
     make_copier: Callable[[KVStore], BlockCopier] = BlockCopier,
+    make_source_copier: Callable[[KVStore], BlockCopier] = BlockCopier,
 ) -> AsyncIterator[Pair]:
-    """A pair that is linked."""
+    """A pair that is linked; `make_copier` is for the decode worker."""
     async with (
         running_controller() as controller,
         running_replayer(controller) as replayer,
-        running_worker(controller, prefill, "prefill-0", transfer=transfer) as prefill_worker,
+        running_worker(
+            controller, prefill, "prefill-0", transfer=transfer, make_copier=make_source_copier
+        ) as prefill_worker,
         running_worker(controller, decode, "decode-0", transfer=transfer, make_copier=make_copier) as decode_worker,
     ):
         await eventually(lambda: replayer.dispatcher.has_worker and has_link(decode_worker), "connected")

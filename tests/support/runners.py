@@ -79,6 +79,15 @@ class GatedCopier(BlockCopier):
         return super().scatter(chunk, blocks, body, wire_dtype)
 
 
+class SlowCopier(BlockCopier):
+    """Waits before it gathers, as a busy transport thread would."""
+
+    def gather(self, chunk: ChunkRange, blocks: Int32, body: memoryview, wire_dtype: KVDtype) -> int:
+        """See BlockCopier.gather."""
+        threading.Event().wait(0.02)
+        return super().gather(chunk, blocks, body, wire_dtype)
+
+
 class DamagingCopier(BlockCopier):
     """Flips a bit of some of the bodies it scatters, as a bad wire would."""
 

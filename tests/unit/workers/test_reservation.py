@@ -103,6 +103,7 @@ def test_a_second_copy_cannot_join_and_keeps_its_reservation() -> None:
 
 
 def test_local_work_and_reservations_share_rows_and_blocks_without_a_deadlock() -> None:
+    # I15, known_faults B066
     engine = make_digest_engine(MODEL, num_blocks=12, max_running=3)
     reservation = engine.scheduler.reservations.reserve(39)
     assert reservation is not None
