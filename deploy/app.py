@@ -61,10 +61,13 @@ def prepare(config: DeploymentConfig, progress: ShowProgress, say: Say) -> tuple
         config = config.model_copy(update={"ingress": config.ingress.model_copy(update={"port": port})})
     folder = prepare_model(config.model.path, cache_dir(), progress)
     spec = read_spec(folder)
-    memory = plan_memory(spec, config.engine, config.model.max_model_len)
+    plans = {role: plan_memory(spec, config.engine_of(role), config.model.max_model_len) for role in Role}
+    present = [role for role in Role for _ in range(config.workers.count(role))]
+    memory = min((plans[role] for role in present), key=lambda plan: plan.max_model_len)
     served_name = config.model.served_name or default_name(config.model.path, folder)
-    say(f"model {served_name}: {memory}")
-    check_memory(memory, config.workers.total, available_memory_bytes())
+    for text in dict.fromkeys(str(plans[role]) for role in present):
+        say(f"model {served_name}: {text}")
+    check_memory([plans[role] for role in present], available_memory_bytes())
     check_cpus(config, psutil.cpu_count() or 1)
     if RecordStore(state_dir()).load(config.name) is not None:
         say("sweeping what an earlier run left")

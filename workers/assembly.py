@@ -161,13 +161,14 @@ def kv_layout(spec: ModelSpec, block_size: int, *, model_digest: str, kv_dtype: 
     )
 
 
-def check_memory(plan: MemoryPlan, num_workers: int, available_bytes: int) -> None:
-    """Raise ConfigError with the arithmetic if `num_workers` workers cannot fit."""
-    needed = plan.total_bytes * num_workers
+def check_memory(plans: Sequence[MemoryPlan], available_bytes: int) -> None:
+    """Raise ConfigError with the arithmetic if the workers, one for each plan, cannot fit."""
+    needed = sum(plan.total_bytes for plan in plans)
     if needed > available_bytes:
         gib = 1 << 30
+        different = "; ".join(dict.fromkeys(map(str, plans)))
         raise ConfigError(
-            f"not enough memory: {plan}; {num_workers} worker(s) need {needed / gib:.2f} GiB, "
+            f"not enough memory: {different}; {len(plans)} worker(s) need {needed / gib:.2f} GiB, "
             f"{available_bytes / gib:.2f} GiB are available. Lower engine.kv_memory_gib or the number of workers"
         )
 

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from pdserve.cluster.base.clock import SystemClock
-from pdserve.cluster.base.config import DeploymentConfig, EngineConfig
+from pdserve.cluster.base.config import DeploymentConfig
 from pdserve.cluster.base.ids import WorkerId, draw_incarnation
 from pdserve.cluster.base.wire import ChannelSettings
 from pdserve.cluster.base.worker_info import Endpoint, Role, WorkerInfo
@@ -33,7 +33,7 @@ async def host_worker(
     assembled = await asyncio.to_thread(
         assemble_engine,
         Path(model_folder),
-        engine_config(config, role),
+        config.engine_of(role),
         max_model_len=config.model.max_model_len,
         num_threads=config.engine_threads,
         clock=clock,
@@ -46,7 +46,7 @@ async def host_worker(
         channel=channel,
         transfer=config.transfer,
         copiers=(copier,),
-        max_waiting=config.engine.max_waiting,
+        max_waiting=config.engine_of(role).max_waiting,
         clock=clock,
     )
     describe = partial(_describe, assembled, worker_id, role, config, served_name)
@@ -79,15 +79,7 @@ def _describe(
         vocab_size=model.spec.vocab_size,
         max_model_len=assembled.max_model_len,
         num_blocks=max(assembled.memory.num_blocks),
-        block_size=config.engine.block_size,
-        max_running=config.engine.max_running,
+        block_size=config.engine_of(role).block_size,
+        max_running=config.engine_of(role).max_running,
         memory_bytes=assembled.resident_bytes,
     )
-
-
-def engine_config(config: DeploymentConfig, role: Role) -> EngineConfig:
-    """Return the engine section for a role: a decode worker computes prompts in smaller steps."""
-    if role is not Role.DECODE:
-        return config.engine
-    budget = min(config.engine.max_batch_tokens, config.workers.decode_batch_tokens)
-    return config.engine.model_copy(update={"max_batch_tokens": budget})

@@ -178,6 +178,9 @@ class WorkersConfig(_Section):
     """Workers that own requests; prefill workers compute their prompts."""
     mixed: int = Field(default=0, ge=0, le=1024)
     """Workers that own requests and compute their prompts themselves."""
+    engine: dict[Role, dict[str, str | int | float | bool | None]] = Field(default_factory=dict)
+    """Settings of `engine` that differ for a role, for example `decode: {kv_dtype: int8, block_size: 32}`: KV is
+    converted on its way."""
     decode_batch_tokens: int = Field(default=128, ge=1)
     """Token budget of a decode worker's step: bounds what a prompt that it computes itself costs its streams."""
     num_cpus: float = Field(default=1.0, gt=0)
@@ -296,6 +299,32 @@ class DeploymentConfig(_Section):
                 "engine.device: workers run on cpu only so far (README, Not yet); cuda: benchmarks/gpu_check"
             )
         return self
+
+    @model_validator(mode="after")
+    def _role_engines_are_right(self) -> "DeploymentConfig":
+        for role, changes in self.workers.engine.items():
+            try:
+                engine = self.engine_of(role)
+            except ValidationError as error:
+                first = error.errors()[0]
+                path = ".".join(str(part) for part in ("workers.engine", role.value, *first["loc"]))
+                message = first["msg"]
+                if first["type"] == "extra_forbidden":
+                    message = f"unknown key; known keys: {', '.join(EngineConfig.model_fields)}"
+                raise ValueError(f"{path}: {message}") from error
+            if engine.device != self.engine.device and "device" in changes:
+                raise ValueError(f"workers.engine.{role.value}.device: all workers run on one device (engine.device)")
+        return self
+
+    def engine_of(self, role: Role) -> EngineConfig:
+        """Return the engine section of a role: with what differs for it, and a decode worker's smaller steps."""
+        engine = self.engine
+        if role in self.workers.engine:
+            engine = EngineConfig.model_validate({**engine.model_dump(), **self.workers.engine[role]})
+        if role is not Role.DECODE:
+            return engine
+        budget = min(engine.max_batch_tokens, self.workers.decode_batch_tokens)
+        return engine.model_copy(update={"max_batch_tokens": budget})
 
     @property
     def engine_threads(self) -> int:

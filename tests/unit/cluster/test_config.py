@@ -9,6 +9,8 @@ from pydantic import BaseModel
 from pdserve.cluster.base.config import DeploymentConfig, field_help, load_config, to_yaml
 from pdserve.cluster.base.environment import cache_dir, child_environment, state_dir
 from pdserve.cluster.base.errors import ConfigError
+from pdserve.cluster.base.kv_layout import KVDtype
+from pdserve.cluster.base.worker_info import Role
 
 
 def test_the_shown_configuration_loads_to_itself(tmp_path: Path) -> None:
@@ -166,3 +168,38 @@ def test_foreign_ray_settings_do_not_reach_our_cluster(monkeypatch: pytest.Monke
 def test_the_yaml_of_the_defaults_holds_every_section() -> None:
     tree = yaml.safe_load(to_yaml(DeploymentConfig()))
     assert set(tree) == set(DeploymentConfig.model_fields)
+
+
+def test_a_role_may_differ_in_its_engine() -> None:
+    config = load_config(
+        None,
+        {
+            "engine.kv_dtype": "float32",
+            "workers.engine.decode.kv_dtype": "int8",
+            "workers.engine.decode.block_size": "32",
+            "workers.engine.prefill.max_batch_tokens": "1024",
+        },
+    )
+    prefill, decode, mixed = (config.engine_of(role) for role in (Role.PREFILL, Role.DECODE, Role.MIXED))
+    assert (prefill.kv_dtype, prefill.block_size, prefill.max_batch_tokens) == (KVDtype.FLOAT32, 16, 1024)
+    assert (decode.kv_dtype, decode.block_size, decode.max_batch_tokens) == (KVDtype.INT8, 32, 128)
+    assert mixed == config.engine
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("workers.engine.decode.kv_type", "int8", "workers.engine.decode.kv_type: unknown key; known keys: device"),
+        (
+            "workers.engine.decode.block_size",
+            "17",
+            "workers.engine.decode.block_size: Input should be a multiple of 16",
+        ),
+        ("workers.engine.decoder.block_size", "32", "workers.engine.decoder"),
+        ("workers.engine.decode.device", "cuda", "workers.engine.decode.device: all workers run on one device"),
+    ],
+)
+def test_what_a_role_cannot_have_is_refused_with_its_path(key: str, value: str, reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, {key: value})
+    assert reason in str(caught.value)

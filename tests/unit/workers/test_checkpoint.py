@@ -119,8 +119,8 @@ def test_memory_that_cannot_hold_is_refused_with_the_arithmetic(folder: Path) ->
     row_bytes = KVDtype.INT8.row_bytes(spec.head_dim)
     assert max(small.num_blocks) / max(plan.num_blocks) == pytest.approx(4 * spec.head_dim / row_bytes, rel=0.01)
     with pytest.raises(ConfigError, match=r"packed weights .* KV .* 3 worker\(s\) need"):
-        check_memory(plan, 3, plan.total_bytes * 3 - 1)
-    check_memory(plan, 3, plan.total_bytes * 3)
+        check_memory([plan] * 3, plan.total_bytes * 3 - 1)
+    check_memory([plan] * 3, plan.total_bytes * 3)
     assert available_memory_bytes() > 0
 
 
