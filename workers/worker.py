@@ -16,20 +16,11 @@ from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.messages import (
     Abort,
     Busy,
-    Failed,
     Generate,
     Message,
-    MetricsRequest,
-    MetricsText,
     NotFound,
-    Peers,
     Reclaim,
-    Register,
-    Registered,
-    Report,
     Tokens,
-    Trace,
-    TraceRequest,
 )
 from pdserve.cluster.base.metrics import TransferMetrics, WorkerMetrics
 from pdserve.cluster.base.request import FinishReason, Request, TokenDelta, forks_of
@@ -37,6 +28,7 @@ from pdserve.cluster.base.timeline import Timelines
 from pdserve.cluster.base.wire import Channel, ChannelClient, ChannelServer, ChannelSettings
 from pdserve.cluster.base.worker_info import Endpoint, Role, WorkerInfo, WorkerLoad
 from pdserve.kvtransfer.transports.factory import Transports
+from pdserve.workers.controller_link import ControllerLink
 from pdserve.workers.engine.engine import Engine
 from pdserve.workers.engine.reservation import Reservation
 from pdserve.workers.engine_thread import EngineThread, StepResult
@@ -51,7 +43,6 @@ logger = logging.getLogger(__name__)
 RECLAIM_S = 1.0
 KEEP_ENDED_S = 6.0
 """Longer than a broken connection takes to be noticed by silence."""
-REPORT_INTERVAL_S = 0.1
 STOP_TIMEOUT_S = 5.0
 
 
@@ -437,74 +428,3 @@ class Worker:
         except ProtocolError as error:
             # It is too large: only its own request suffers, by a gap that the ingress sees.
             logger.error("a message could not be posted: %s", error)
-
-
-class ControllerLink:
-    """The worker's end of its channel to the controller: registers, reports, answers for metrics."""
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self._channel: Channel | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    def channel_opened(self, channel: Channel) -> None:
-        """See ChannelHandler."""
-        self._channel = channel
-        info, load, failure = self._worker.registration()
-        channel.post(Register(info=info, load=load))
-        if failure is not None:
-            channel.post(Failed(worker_id=info.worker_id, cause=failure))
-
-    def message_received(self, channel: Channel, message: Message) -> None:
-        """See ChannelHandler."""
-        match message:
-            case Registered():
-                logger.info("the controller took this worker in")
-            case Peers(workers=workers):
-                self._worker.announce_peers(workers)
-            case TraceRequest(query_id=query_id, prefix=prefix):
-                info, _, _ = self._worker.registration()
-                channel.post(
-                    Trace(query_id=query_id, process=f"worker:{info.worker_id}", timelines=self._worker.traces(prefix))
-                )
-            case MetricsRequest(query_id=query_id):
-                info, _, _ = self._worker.registration()
-                channel.post(
-                    MetricsText(query_id=query_id, process=f"worker:{info.worker_id}", text=self._worker.metrics_text())
-                )
-            case _:
-                channel.close(f"unexpected {type(message).__name__} from the controller")
-
-    def channel_closed(self, channel: Channel, reason: str) -> None:
-        """See ChannelHandler."""
-        self._channel = None
-
-    def report_failure(self, cause: str) -> None:
-        """Tell the controller now; if it is away, registration tells it later."""
-        info, _, _ = self._worker.registration()
-        self._post(Failed(worker_id=info.worker_id, cause=cause))
-
-    def start_reporting(self) -> None:
-        """Begin to send load reports."""
-        self._task = asyncio.create_task(self._report(), name="load reports")
-
-    async def stop_reporting(self) -> None:
-        """End the reports."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _report(self) -> None:
-        while True:
-            info, load, _ = self._worker.registration()
-            self._post(Report(worker_id=info.worker_id, load=load))
-            await asyncio.sleep(REPORT_INTERVAL_S)
-
-    def _post(self, message: Message) -> None:
-        if self._channel is None:
-            return
-        try:
-            self._channel.post(message)
-        except ChannelClosedError as error:
-            # The channel is about to be reported closed; registration tells everything again.
-            logger.debug("a message to the controller could not be posted: %s", error)

@@ -75,7 +75,7 @@ class Schedule:
         use_loop_turns(monkeypatch)
         # Fewer messages that say nothing.
         monkeypatch.setattr("support.services.CHANNEL", replace(CHANNEL, heartbeat_s=1.2, silence_s=2.5))
-        monkeypatch.setattr("pdserve.workers.worker.REPORT_INTERVAL_S", 1.0)
+        monkeypatch.setattr("pdserve.workers.controller_link.REPORT_INTERVAL_S", 1.0)
         monkeypatch.setattr(
             "pdserve.workers.worker.Transports",
             lambda config, token, is_receiving: FaultyTransports(

@@ -1,0 +1,413 @@
+"""The transfers of a worker's sink end: messages of sources, chunks of ranks and deadlines in, instructions out.
+
+Runs on the worker's loop. What a transfer does is decided by SinkTransfer; here are the channels, the landing threads
+and the clock around it. What becomes of the request is its owner's business.
+"""
+
+import asyncio
+import logging
+from itertools import count
+from typing import Protocol
+
+from pdserve.cluster.base.errors import ProtocolError
+from pdserve.cluster.base.messages import Message
+from pdserve.cluster.base.metrics import TransferMetrics
+from pdserve.cluster.base.request import FinishReason, TokenDelta
+from pdserve.cluster.base.tasks import BackgroundTasks
+from pdserve.cluster.base.transfer_messages import (
+    Accept,
+    Cargo,
+    Chunk,
+    Commit,
+    Final,
+    FirstToken,
+    Prefill,
+    Progress,
+    Reject,
+    TransferAbort,
+    TransferId,
+)
+from pdserve.kvtransfer.landing import CHECKSUM, SCATTER_FAILED
+from pdserve.kvtransfer.reaper import Reaper
+from pdserve.kvtransfer.sink import (
+    BindBlocks,
+    EmitFirstToken,
+    JoinBatch,
+    PostAbort,
+    PostCommit,
+    SinkInstruction,
+    SinkState,
+    SinkTransfer,
+    Unbind,
+)
+from pdserve.workers.engine.reservation import Reservation
+from pdserve.workers.handoff.block_target import BlockTarget
+from pdserve.workers.handoff.remote_prefill import RemotePrefill, Try
+from pdserve.workers.handoff.settings import MAX_FAILOVERS, TICK_S, HandoffSettings
+from pdserve.workers.handoff.source_peer import SourcePeer
+from pdserve.workers.handoff.source_peers import SourcePeers
+
+logger = logging.getLogger(__name__)
+
+
+class TransferOwner(Protocol):
+    """The sink service: what becomes of the requests."""
+
+    def starts(self, prefill: RemotePrefill) -> None:
+        """The source computes: redeem the promise of blocks."""
+
+    def emit(self, prefill: RemotePrefill, token: TokenDelta) -> None:
+        """The first token was sampled."""
+
+    def complete(self, prefill: RemotePrefill, num_tokens: int) -> None:
+        """The KV of `num_tokens` is verified: the request joins the batch."""
+
+    def ended(self, prefill: RemotePrefill, source: SourcePeer, cause: str | None) -> None:
+        """The transfer is over, and nothing of it is bound: by its first token (no cause), or by failure."""
+
+
+class IncomingTransfers:
+    """Every transfer to this worker.
+
+    Attributes:
+        peers: the prefill workers that can be asked.
+    """
+
+    def __init__(self, settings: HandoffSettings, owner: TransferOwner, metrics: TransferMetrics) -> None:
+        self.peers = SourcePeers(settings, self, self, metrics)
+        self._settings = settings
+        self._owner = owner
+        self._metrics = metrics
+        self._transfers: dict[TransferId, RemotePrefill] = {}
+        self._reaper: Reaper[TransferId] = Reaper(settings.clock)
+        self._numbers = count(1)
+        self._tasks = BackgroundTasks("the sink")
+        self._watcher: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        """Transfers that have not ended."""
+        return len(self._transfers)
+
+    async def start(self) -> None:
+        """Begin to land chunks and to watch deadlines."""
+        self.peers.start()
+        self._watcher = self._tasks.start(self._watch(), name="sink deadlines")
+
+    async def stop(self) -> None:
+        """Disconnect from every source."""
+        await self.peers.stop()
+        if self._watcher is not None:
+            self._watcher.cancel()
+        await self._tasks.wait()
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no transfer, binding, deadline or occupied slot is left (I16)."""
+        return not self._transfers and not len(self._reaper) and self.peers.is_idle
+
+    @property
+    def oldest_s(self) -> float:
+        """Seconds since the least recent progress of a transfer."""
+        return self._reaper.oldest_s
+
+    def num_of(self, peer: SourcePeer) -> int:
+        """Return how many transfers a source has now."""
+        return len(self._of(peer))
+
+    def begin(self, prefill: RemotePrefill, peer: SourcePeer) -> None:
+        """Ask a source whose links are open for the KV of a request."""
+        settings, request = self._settings, prefill.request
+        transfer = TransferId(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            transfer_no=next(self._numbers),
+            source=peer.info.incarnation,
+            sink=settings.incarnation,
+        )
+        prefill.present = Try(
+            transfer=transfer,
+            peer=peer,
+            machine=SinkTransfer(prefill.coverage, prefill.num_tokens, peer.streams, needs_kv=prefill.needs_kv),
+            num_tokens=prefill.num_tokens,
+            limit_s=settings.config.queued_timeout_s,
+            posted_time=settings.clock.now(),
+        )
+        self._transfers[transfer] = prefill
+        self.peers.landings.expect(transfer)
+        self._reaper.watch(transfer, settings.config.queued_timeout_s)
+        num_held = prefill.coverage.num_held(prefill.num_tokens) if prefill.needs_kv else 0
+        held = f", {num_held} tokens held" if num_held else ""
+        prefill.timeline.mark(f"asked {peer.info.worker_id} over {peer.transports}{held}")
+        settings.transports.wake()
+        peer.post(
+            Prefill(
+                transfer=transfer,
+                request=request,
+                num_tokens_held=num_held,
+                needs_kv=prefill.needs_kv,
+                deadline_s=settings.config.deadline_s,
+            )
+        )
+
+    def fail(self, prefill: RemotePrefill, cause: str) -> None:
+        """End the present transfer of a request; its source is told."""
+        assert prefill.present is not None, "nothing is on its way"
+        self._execute(prefill, prefill.present.machine.failed(cause, tell_source=True))
+
+    def link_lost(self, peer: SourcePeer, reason: str) -> None:
+        """See PeerEvents: transfers go on over the next link, but not for ever."""
+        for prefill in self._of(peer):
+            present = prefill.present
+            assert present is not None, "selected by it"
+            present.num_link_losses += 1
+            if present.num_link_losses > MAX_FAILOVERS:
+                self._execute(prefill, present.machine.failed(reason, tell_source=True))
+                continue
+            prefill.timeline.mark(f"link lost: {reason}; goes on over the next one")
+            self._reaper.watch(present.transfer, present.limit_s, ("link lost", present.num_link_losses))
+            self._metrics.failovers.inc()
+
+    def peer_lost(self, peer: SourcePeer, reason: str) -> None:
+        """See PeerEvents."""
+        self.end_all(peer, reason)
+
+    def end_all(self, peer: SourcePeer, cause: str) -> None:
+        """End every transfer of a source."""
+        for prefill in self._of(peer):
+            if prefill.present is not None:
+                self._execute(prefill, prefill.present.machine.failed(cause, tell_source=True))
+
+    def _of(self, peer: SourcePeer) -> list[RemotePrefill]:
+        transfers = self._transfers.values()
+        return [prefill for prefill in transfers if prefill.present is not None and prefill.present.peer is peer]
+
+    # Messages of sources.
+
+    def transfer_message(self, peer: SourcePeer, message: Message) -> None:
+        """See PeerEvents."""
+        if not isinstance(message, Progress) and not self._is_from(peer, message):
+            self._metrics.stale.inc()
+            return
+        match message:
+            case Accept(transfer=transfer, position=position):
+                self._accepted(transfer, position)
+            case Reject(transfer=transfer, reason=reason):
+                self._with(transfer, lambda present: present.machine.failed(f"rejected: {reason}", tell_source=False))
+            case FirstToken(transfer=transfer, token=token):
+                # An error has no token.
+                if len(token.token_ids) != (token.finish_reason is not FinishReason.ERROR):
+                    raise ProtocolError(f"{len(token.token_ids)} first tokens")
+                self._with(transfer, lambda present: present.machine.first_token(token))
+            case Final(transfer=transfer):
+                self._finalised(message)
+            case TransferAbort(transfer=transfer, reason=reason):
+                self._with(transfer, lambda present: present.machine.failed(reason, tell_source=False))
+            case Progress():
+                self._progressed(peer, message)
+            case _:
+                raise ProtocolError(f"unexpected {type(message).__name__} from a source")
+
+    def _is_from(self, peer: SourcePeer, message: Message) -> bool:
+        """True if the message is about a transfer that this peer serves now. Raises ProtocolError for other kinds."""
+        if not isinstance(message, Accept | Reject | FirstToken | Final | TransferAbort):
+            raise ProtocolError(f"unexpected {type(message).__name__} from a source")
+        prefill = self._transfers.get(message.transfer)
+        return prefill is not None and prefill.present is not None and prefill.present.peer is peer
+
+    def _accepted(self, transfer: TransferId, position: int) -> None:
+        prefill = self._find(transfer)
+        if prefill is None or prefill.present is None:
+            return
+        if position:
+            prefill.timeline.mark(f"queued behind {position}")
+            self._reaper.watch(transfer, prefill.present.limit_s, position)
+            return
+        prefill.timeline.mark("prefill starts")
+        prefill.present.limit_s = self._settings.config.streaming_timeout_s
+        self._reaper.watch(transfer, prefill.present.limit_s)
+        self._execute(prefill, prefill.present.machine.started())
+
+    def _finalised(self, message: Final) -> None:
+        prefill = self._find(message.transfer)
+        if prefill is None or prefill.present is None:
+            return
+        if len(message.num_chunks) != len(prefill.present.peer.streams):
+            raise ProtocolError(f"FINAL counts {len(message.num_chunks)} streams")
+        metrics = self._metrics
+        metrics.queue.observe(message.queue_s)
+        metrics.credit_stall.observe(message.stall_s)
+        if message.num_bytes:
+            metrics.early_share.observe(message.early_bytes / message.num_bytes)
+        prefill.timeline.mark(
+            f"all sent: {sum(message.num_chunks)} chunks, {message.num_bytes / 1e6:.2f} MB, "
+            f"{message.early_bytes / max(1, message.num_bytes):.0%} before prefill ended; at the source "
+            f"{message.queue_s * 1000:.1f} ms queued, {message.prefill_s * 1000:.1f} ms prefill, "
+            f"{message.stall_s * 1000:.1f} ms waiting for slots"
+        )
+        self._execute(prefill, prefill.present.machine.final(message.num_chunks))
+
+    def _progressed(self, peer: SourcePeer, message: Progress) -> None:
+        config = self._settings.config
+        for item in message.transfers:
+            prefill = self._transfers.get(item.transfer)
+            if prefill is None or prefill.present is None or prefill.present.peer is not peer:
+                continue
+            if prefill.present.machine.state is SinkState.UNBINDING:
+                continue
+            if prefill.present.machine.state is SinkState.OFFERED:
+                # A queue that does not move is no trouble while the source's engine works on what is ahead.
+                mark: tuple[int, ...] = (item.position, message.num_engine_tokens)
+                limit_s = config.queued_timeout_s
+            else:
+                mark = (item.num_computed_tokens, item.num_sent_chunks, message.num_engine_tokens)
+                limit_s = config.streaming_timeout_s
+            limit_s = max(limit_s, 2 * message.predicted_step_s)
+            prefill.present.limit_s = limit_s
+            self._reaper.watch(item.transfer, limit_s, mark)
+
+    def _execute(self, prefill: RemotePrefill, instructions: list[SinkInstruction]) -> None:
+        for instruction in instructions:
+            self._execute_one(prefill, instruction)
+
+    def _execute_one(self, prefill: RemotePrefill, instruction: SinkInstruction) -> None:
+        present = prefill.present
+        assert present is not None, "instructions belong to a transfer"
+        match instruction:
+            case BindBlocks():
+                assert prefill.reservation is not None, "a transfer of KV has its reservation"
+                self._owner.starts(prefill)
+                self.peers.landings.bind(present.transfer, self._targets(prefill.reservation, present))
+            case EmitFirstToken(token=token):
+                present.token_time = self._settings.clock.now()
+                prefill.timeline.mark("first token")
+                self._owner.emit(prefill, token)
+            case PostCommit():
+                present.peer.post(Commit(transfer=present.transfer))
+            case PostAbort(reason=reason_text):
+                present.peer.post(TransferAbort(transfer=present.transfer, reason=reason_text))
+            case Unbind():
+                self.peers.landings.unbind(present.transfer)
+            case JoinBatch():
+                self._complete(prefill, present)
+            case _:
+                self._close(prefill, present)
+                self._owner.ended(prefill, present.peer, instruction.cause)
+
+    def _targets(self, reservation: Reservation, present: Try) -> list[BlockTarget]:
+        return [
+            BlockTarget(
+                copier,
+                present.peer.streams,
+                reservation.blocks,
+                present.num_tokens,
+                num_cached_tokens=reservation.num_cached_blocks * self._settings.layout.block_size,
+            )
+            for copier in self._settings.copiers
+        ]
+
+    def _complete(self, prefill: RemotePrefill, present: Try) -> None:
+        self._close(prefill, present)
+        now = self._settings.clock.now()
+        if present.last_chunk_time is not None:
+            since_ms = (now - present.last_chunk_time) * 1000
+            prefill.timeline.mark(f"all verified (last chunk {since_ms:.1f} ms ago), committed, joins the batch")
+        if present.token_time is not None:
+            self._metrics.commit.observe(now - present.token_time)
+        self._owner.complete(prefill, present.num_tokens)
+
+    def _close(self, prefill: RemotePrefill, present: Try) -> None:
+        # No copy is in hand: every chunk was scattered, or UNBIND was answered, or nothing was ever bound.
+        self.peers.landings.unbind(present.transfer)
+        del self._transfers[present.transfer]
+        prefill.present = None
+        self._reaper.forget(present.transfer)
+        metrics = self._metrics
+        metrics.received.labels(present.machine.state.value).inc()
+        if present.first_chunk_time is not None and present.last_chunk_time is not None:
+            metrics.first_chunk.observe(present.first_chunk_time - present.posted_time)
+            metrics.last_chunk.observe(present.last_chunk_time - present.posted_time)
+            duration_s = present.last_chunk_time - present.first_chunk_time
+            if duration_s > 0:
+                metrics.rate.observe(present.num_bytes / duration_s / 1e9)
+
+    def _find(self, transfer: TransferId) -> RemotePrefill | None:
+        prefill = self._transfers.get(transfer)
+        if prefill is None:
+            self._metrics.stale.inc()
+        return prefill
+
+    def _with(self, transfer: TransferId, act: "_Act") -> None:
+        prefill = self._find(transfer)
+        if prefill is not None and prefill.present is not None:
+            self._execute(prefill, act(prefill.present))
+
+    # See ChunkEvents.
+
+    def chunk_scattered(self, header: Chunk) -> None:
+        """A chunk is verified and in its blocks."""
+        cargo = _cargo_of(header)
+        prefill = self._find(cargo.transfer)
+        if prefill is None or prefill.present is None:
+            return
+        present, now = prefill.present, self._settings.clock.now()
+        if present.first_chunk_time is None:
+            present.first_chunk_time = now
+            prefill.timeline.mark("first chunk")
+        present.last_chunk_time = now
+        present.num_bytes += header.num_bytes
+        self._metrics.received_bytes.inc(header.num_bytes)
+        self._reaper.watch(cargo.transfer, present.limit_s, ("chunk", header.link_no, header.seq))
+        self._execute(prefill, present.machine.chunk_verified(header.stream_no, cargo.chunk_no, cargo.range))
+
+    def chunk_dropped(self, header: Chunk) -> None:
+        """A chunk that nobody wants."""
+        self._metrics.stale.inc()
+
+    def chunk_refused(self, header: Chunk, reason: str) -> bool:
+        """A chunk that failed its checksum is sent again; one that does not belong ends its transfer."""
+        cargo = _cargo_of(header)
+        prefill = self._transfers.get(cargo.transfer)
+        if prefill is not None and prefill.present is not None and reason in (CHECKSUM, SCATTER_FAILED):
+            # What an earlier chunk or try had verified there may be overwritten now.
+            prefill.coverage.remove(prefill.present.peer.streams[header.stream_no].sink_rank, cargo.range)
+            prefill.present.machine.chunk_damaged(header.stream_no, cargo.chunk_no)
+        if reason == CHECKSUM:
+            self._metrics.checksum_failures.inc()
+            return True
+        self._with(cargo.transfer, lambda present: present.machine.failed(reason, tell_source=True))
+        return False
+
+    def unbound(self, transfer: TransferId) -> None:
+        """Nothing writes the transfer's blocks any more."""
+        prefill = self._transfers.get(transfer)
+        if prefill is not None and prefill.present is not None:
+            self._execute(prefill, prefill.present.machine.unbound())
+
+    # Deadlines.
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            for transfer, limit_s in self._reaper.overdue():
+                try:
+                    self._fail_overdue(transfer, limit_s)
+                except Exception:
+                    # The barrier of this task: one transfer that fails badly does not cost the others (I6).
+                    logger.exception("a deadline of the sink failed")
+            for peer in self.peers.all():
+                if not self._of(peer):
+                    peer.prefer_better()
+
+    def _fail_overdue(self, transfer: TransferId, limit_s: float) -> None:
+        cause = f"no progress for {limit_s:.1f} s"
+        self._with(transfer, lambda present: present.machine.failed(cause, tell_source=True))
+
+
+def _cargo_of(header: Chunk) -> Cargo:
+    assert header.cargo is not None, "test patterns are reported by themselves"
+    return header.cargo
+
+
+class _Act(Protocol):
+    def __call__(self, present: Try) -> list[SinkInstruction]:
+        """Apply an event to a transfer's machine."""
