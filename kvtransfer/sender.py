@@ -120,6 +120,7 @@ class ChunkSender:
         self._resends: deque[_InSlot] = deque()
         self._in_flight: dict[int, _InSlot] = {}
         self._wants_test = False
+        self._has_news = False
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name=f"link {link_no}", daemon=True)
 
@@ -133,7 +134,7 @@ class ChunkSender:
             if self._is_closing:
                 return False
             self._ready.append(_Ready(chunk, self._clock.now()))
-            self._wake.notify()
+            self._notify()
             return True
 
     def drop_void(self) -> None:
@@ -148,14 +149,14 @@ class ChunkSender:
         """Send the test pattern as soon as a slot is free."""
         with self._wake:
             self._wants_test = True
-            self._wake.notify()
+            self._notify()
 
     def credited(self, seq: int, slot: int) -> Chunk:
         """The sink has done with a chunk. Raises ProtocolError for one that is not outstanding."""
         with self._wake:
             header = self._ledger.credited(seq, slot)
             self._in_flight.pop(seq, None)
-            self._wake.notify()
+            self._notify()
             return header
 
     def refused(self, seq: int, slot: int) -> None:
@@ -168,7 +169,7 @@ class ChunkSender:
                 self._ledger.put_back(slot)
                 return
             self._resends.append(held)
-            self._wake.notify()
+            self._notify()
             if header.num_resends < MAX_RESENDS:
                 return
             self._is_closing = True
@@ -205,7 +206,7 @@ class ChunkSender:
         """Break the link and end the thread; returns at once. What was announced goes to `left_over`."""
         with self._wake:
             self._is_closing = True
-            self._wake.notify()
+            self._notify()
         self._transport.close()
 
     def join(self, timeout_s: float) -> bool:
@@ -256,15 +257,25 @@ class ChunkSender:
     def _step(self) -> bool:
         """Do one thing; False when the link closes."""
         with self._wake:
-            while (work := self._next_work()) is None:
-                if self._is_closing:
-                    return False
-                self._wake.wait()
+            self._has_news = False
+            work = self._next_work()
             if self._is_closing:
-                self._put_back(work)
+                if work is not None:
+                    self._put_back(work)
                 return False
-        self._carry_out(work)
+        if work is not None:
+            self._carry_out(work)
+            return True
+        pause_s = self._transport.progress()
+        with self._wake:
+            if not self._has_news:
+                self._wake.wait(pause_s)
         return True
+
+    def _notify(self) -> None:
+        """There may be something to do. Under the lock."""
+        self._has_news = True
+        self._wake.notify()
 
     def _carry_out(self, work: "_Work") -> None:
         if isinstance(work, _InSlot):

@@ -265,6 +265,7 @@ class NixlSender:
         self._key = b""
         self._handles: tuple[Any, Any] | None = None
         self._pending: Any = None
+        self._pause_s = POLL_MIN_S
         self.address = "nixl"
 
     async def wait_attached(self, answer: str) -> None:
@@ -288,32 +289,38 @@ class NixlSender:
         return self._region.slot(slot)
 
     def send(self, header: Chunk) -> None:
-        """See SendTransport: returns when the write is done."""
-        if self._handles is None or self._is_closed:
-            raise BrokenPipeError("the link is closed")
+        """See SendTransport: waits for the write before, and begins this one: the next chunk is gathered meanwhile."""
+        while (pause_s := self.progress()) is not None:
+            time.sleep(pause_s)
+        assert self._handles is not None, "checked by progress"
+        library, (own, remote) = self._agent.get(), self._handles
         notice = self._key + self._codec.encode(header)
+        place = header.slot * len(self._sizes) + bisect_left(self._sizes, header.num_bytes)
         try:
-            self._begin_write(header, notice)
-            pause_s = POLL_MIN_S
-            while (state := self._write_state()) == "PROC":
-                if self._is_closed:
-                    raise BrokenPipeError("the link was closed during a write")
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, WRITE_POLL_MAX_S)
-        except OSError:
-            raise
+            self._pending = library.make_prepped_xfer("WRITE", own, [place], remote, [place], notice)
+            library.transfer(self._pending)
         except Exception as error:  # the binding raises types of its own
             raise BrokenPipeError(f"a NIXL write failed: {error}") from error
-        self._end_write()
+        self._pause_s = POLL_MIN_S
+
+    def progress(self) -> float | None:
+        """See SendTransport: NIXL moves a write only while somebody looks at it."""
+        if self._handles is None or self._is_closed:
+            raise BrokenPipeError("the link is closed")
+        if self._pending is None:
+            return None
+        try:
+            state = self._write_state()
+            if state != "PROC":
+                self._end_write()
+        except Exception as error:  # the binding raises types of its own
+            raise BrokenPipeError(f"a NIXL write failed: {error}") from error
+        if state == "PROC":
+            pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, WRITE_POLL_MAX_S)
+            return pause_s
         if state != "DONE":
             raise BrokenPipeError(f"a NIXL write ended in state {state}")
-
-    def _begin_write(self, header: Chunk, notice: bytes) -> None:
-        assert self._handles is not None, "checked by send"
-        library, (own, remote) = self._agent.get(), self._handles
-        place = header.slot * len(self._sizes) + bisect_left(self._sizes, header.num_bytes)
-        self._pending = library.make_prepped_xfer("WRITE", own, [place], remote, [place], notice)
-        library.transfer(self._pending)
+        return None
 
     def _write_state(self) -> str:
         state: str = self._agent.get().check_xfer_state(self._pending)

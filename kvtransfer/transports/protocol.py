@@ -25,7 +25,13 @@ class SendTransport(Protocol):
     def send(self, header: Chunk) -> None:
         """Send the bytes of the header's slot, and the header where it travels with them (`carries_headers`).
 
-        May block. Raises OSError if the link is broken.
+        May block, and may return before the bytes have left. Raises OSError if the link is broken.
+        """
+
+    def progress(self) -> float | None:
+        """Drive what is under way; return in how many seconds to call again, None if nothing is.
+
+        Called by the sender thread while it has nothing to send. Raises OSError if the link is broken.
         """
 
     def trim(self, num_slots: int) -> None:

@@ -153,6 +153,10 @@ class TcpSender:
             if parts:
                 parts[0] = parts[0][sent:]
 
+    def progress(self) -> float | None:
+        """See SendTransport: what was sent is the kernel's."""
+        return None
+
     def trim(self, num_slots: int) -> None:
         """See SendTransport."""
         for slot in [slot for slot in self._buffers if slot >= num_slots]:

@@ -205,6 +205,10 @@ class TorchDistSender:
             self._pair.wait(self._sent)
         self._sent = self._pair.send(self._slots.tensor(header.slot, header.num_bytes))
 
+    def progress(self) -> float | None:
+        """See SendTransport: the library has threads of its own."""
+        return None
+
     def trim(self, num_slots: int) -> None:
         """See SendTransport: only while nothing is on its way."""
         self._sent = None

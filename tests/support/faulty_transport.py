@@ -129,6 +129,10 @@ class FaultySender:
         self._sent_until = max(self._sent_until + 1e-7, self._loop.time() + latency_s)
         self._loop.call_at(self._sent_until, self.receiver.arrive, header, body)
 
+    def progress(self) -> float | None:
+        """See SendTransport."""
+        return None
+
     def trim(self, num_slots: int) -> None:
         """See SendTransport."""
 

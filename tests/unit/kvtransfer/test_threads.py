@@ -47,6 +47,9 @@ class FakeTransport:
             raise BrokenPipeError("broken")
         self.sent.append(header)
 
+    def progress(self) -> float | None:
+        return None
+
     def trim(self, num_slots: int) -> None:
         pass
 

@@ -100,6 +100,12 @@ class NixlPair:
         asyncio.run(self.receiver.attach())
         asyncio.run(self.sender.wait_attached(self.receiver.answer))
 
+    def send(self, header: Chunk) -> None:
+        """Send, and see it through."""
+        self.sender.send(header)
+        while (pause_s := self.sender.progress()) is not None:
+            time.sleep(pause_s)
+
     def close(self) -> None:
         """Close both ends and their agents."""
         self.sender.close()
@@ -121,7 +127,7 @@ def test_nixl_carries_bytes_and_announces_each_write(nixl: NixlPair) -> None:
     for round_no in range(3):
         for slot in (0, 1):
             nixl.sender.buffer(slot)[:5000] = pattern(round_no * 2 + slot, 5000)
-            nixl.sender.send(header_of(slot, seq=round_no * 2 + slot))
+            nixl.send(header_of(slot, seq=round_no * 2 + slot))
         for slot in (0, 1):
             header = nixl.landed.get(timeout=5)
             assert (header.slot, header.seq) == (slot, round_no * 2 + slot)
@@ -132,9 +138,9 @@ def test_nixl_carries_bytes_and_announces_each_write(nixl: NixlPair) -> None:
 
 def test_a_nixl_write_into_an_occupied_slot_breaks_the_link(nixl: NixlPair) -> None:
     # I2
-    nixl.sender.send(header_of(0))
+    nixl.send(header_of(0))
     nixl.landed.get(timeout=5)
-    nixl.sender.send(header_of(0, seq=1))
+    nixl.send(header_of(0, seq=1))
     assert "not credited" in nixl.broken.get(timeout=5)
     assert nixl.landed.empty()
 
@@ -145,7 +151,7 @@ def test_nothing_is_written_into_a_fenced_landing_region() -> None:
     nixl.receiver.close()
     asyncio.run(nixl.receiver.free())
     with pytest.raises(BrokenPipeError):
-        nixl.sender.send(header_of(1))
+        nixl.send(header_of(1))
     assert nixl.landed.empty()
     nixl.sender.close()
     nixl.sender.free()
@@ -179,11 +185,11 @@ def test_a_poller_that_fails_breaks_its_links_and_another_one_starts(nixl: NixlP
         raise RuntimeError("no")
 
     nixl.receiver._on_chunk = explode
-    nixl.sender.send(header_of(0))
+    nixl.send(header_of(0))
     assert "the NIXL poller failed: RuntimeError" in nixl.broken.get(timeout=5)
     again: queue.Queue[bytes] = queue.Queue()
     nixl.sink.expect(nixl.receiver._key, again.put, nixl.broken.put)
-    nixl.sender.send(header_of(1, seq=1))
+    nixl.send(header_of(1, seq=1))
     assert again.get(timeout=5)
 
 
@@ -236,6 +242,12 @@ def test_torch_dist_carries_bytes_in_the_order_of_the_headers(torch_pair: TorchP
     assert torch_pair.broken.empty()
 
 
+def send_on(pair: TorchPair) -> None:
+    for seq in range(1, 100):  # a source learns of its sink's end a moment later
+        pair.sender.send(header_of(seq % 2, seq=seq))
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize("closing", ["source", "sink"])
 def test_closing_one_end_of_torch_dist_ends_what_both_wait_for(torch_pair: TorchPair, closing: str) -> None:
     # The fence: no receive is left that could still be written to (I2, I7).
@@ -246,7 +258,7 @@ def test_closing_one_end_of_torch_dist_ends_what_both_wait_for(torch_pair: Torch
     assert torch_pair.broken.get(timeout=5)
     assert time.monotonic() - start_time < 2.0
     with pytest.raises(OSError, match=r"closed|broken"):
-        torch_pair.sender.send(header_of(1, seq=1))
+        send_on(torch_pair)
     assert torch_pair.landed.empty()
     assert bytes(torch_pair.receiver.body(0, 5000)) == bytes(5000)
 
