@@ -37,14 +37,12 @@ class ChunkStream:
         return len(self._waiting)
 
     def submit(self, chunk: OutgoingChunk) -> None:
-        """Send a chunk as soon as there is a link and a slot; released at once if the stream is over."""
+        """Send a chunk as soon as there is a link and a slot; released at once if nobody wants it any more."""
         with self._lock:
-            if self._is_closed:
-                is_taken = False
-            else:
-                is_taken = True
-                if self._sender is None or not self._sender.submit(chunk):
-                    self._waiting.append(chunk)
+            # An ended transfer is dropped under the lock, after it was marked: nothing void slips in behind that.
+            is_taken = not (self._is_closed or chunk.is_void)
+            if is_taken and (self._sender is None or not self._sender.submit(chunk)):
+                self._waiting.append(chunk)
         if not is_taken:
             chunk.release()
 

@@ -88,13 +88,21 @@ class _Fence:
     link_no: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Forget:
+    link_no: int
+
+
 @dataclass(slots=True)
 class _Binding:
     target: ScatterTarget | None = None
     waiting: list[_Landed] = field(default_factory=list)
+    verified: set[tuple[int, int]] = field(default_factory=set)
+    """Stream and number of each chunk that is in its blocks. After a fail-over it may come again, when its request
+    decodes already, or its blocks are another's."""
 
 
-_Command = _Expect | _Bind | _Unbind | _Landed | _Fence
+_Command = _Expect | _Bind | _Unbind | _Landed | _Fence | _Forget
 
 
 class LandingThread:
@@ -143,6 +151,10 @@ class LandingThread:
         """The link is over: answered by `link_fenced` when no body of it is in use."""
         self._put(_Fence(link_no))
 
+    def forget(self, link_no: int) -> None:
+        """No chunk of a fenced link can come any more."""
+        self._put(_Forget(link_no))
+
     def _put(self, command: _Command | None) -> None:
         with self._wake:
             self._commands.append(command)
@@ -171,7 +183,7 @@ class LandingThread:
                 binding.target = target
                 waiting, binding.waiting = binding.waiting, []
                 for landed in waiting:
-                    self._scatter(landed, target)
+                    self._scatter(landed, binding, target)
             case _Unbind(transfer):
                 unbound = self._bindings.pop(transfer, None)
                 for landed in unbound.waiting if unbound is not None else ():
@@ -186,6 +198,8 @@ class LandingThread:
                 for binding in self._bindings.values():
                     binding.waiting = [landed for landed in binding.waiting if landed.header.link_no != link_no]
                 self._events.link_fenced(link_no)
+            case _Forget(link_no):
+                self._fenced.discard(link_no)
 
     def _land(self, landed: _Landed) -> None:
         header = landed.header
@@ -199,23 +213,27 @@ class LandingThread:
         elif binding.target is None:
             binding.waiting.append(landed)
         else:
-            self._scatter(landed, binding.target)
+            self._scatter(landed, binding, binding.target)
 
-    def _scatter(self, landed: _Landed, target: ScatterTarget) -> None:
+    def _scatter(self, landed: _Landed, binding: _Binding, target: ScatterTarget) -> None:
         header, cargo = landed.header, landed.header.cargo
         assert cargo is not None, "test patterns have no target"
-        reason = target.refuse(header.stream_no, cargo.range, header.num_bytes)
-        if reason is None:
-            try:
+        key = header.stream_no, cargo.chunk_no
+        if key in binding.verified:
+            self._events.chunk_dropped(header)
+            return
+        try:
+            reason = target.refuse(header.stream_no, cargo.range, header.num_bytes)
+            if reason is None:
                 body = landed.bodies.body(header.slot, header.num_bytes)
                 checksum = target.scatter(header.stream_no, cargo.range, body)
-            except Exception:
-                # The barrier of this thread: the chunk is refused, its transfer decides (I13).
-                logger.exception("scatter failed")
-                reason = SCATTER_FAILED
-            else:
                 reason = None if checksum == cargo.checksum else CHECKSUM
+        except Exception:
+            # The barrier of this thread: the chunk is refused, its transfer decides (I13).
+            logger.exception("scatter failed")
+            reason = SCATTER_FAILED
         if reason is None:
+            binding.verified.add(key)
             self._events.chunk_scattered(header)
         else:
             self._events.chunk_refused(header, reason)

@@ -44,9 +44,7 @@ def plan_streams(source: KVLayout, sink: KVLayout) -> tuple[Stream, ...]:
     for sink_rank in range(sink.tp_size):
         first, end = sink.heads_of(sink_rank)
         while first < end:
-            holders = [
-                rank for rank in range(source.tp_size) if source.heads_of(rank)[0] <= first < source.heads_of(rank)[1]
-            ]
+            holders = source.ranks_of(first)
             source_rank = holders[sink_rank % len(holders)]
             end_sent = min(end, source.heads_of(source_rank)[1])
             streams.append(

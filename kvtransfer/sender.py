@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from pdserve.cluster.base.clock import Clock
-from pdserve.cluster.base.transfer_messages import Cargo, Chunk
+from pdserve.cluster.base.transfer_messages import Cargo, Chunk, TransferId
 from pdserve.kvtransfer.pattern import pattern
 from pdserve.kvtransfer.slots import SlotLedger
 from pdserve.kvtransfer.transports.protocol import SendTransport
@@ -26,6 +26,7 @@ MAX_RESENDS = 2
 class OutgoingChunk(Protocol):
     """A chunk that is ready to be sent. What it is copied from holds a reference until `release` (I4)."""
 
+    transfer: TransferId
     num_bytes: int
     was_sent: bool
     """True if another link has sent it already."""
@@ -50,6 +51,9 @@ class SenderEvents(Protocol):
     def link_broken(self, reason: str) -> None:
         """The link cannot send any more, or a chunk failed its last resend."""
 
+    def chunk_failed(self, transfer: TransferId, reason: str) -> None:
+        """A chunk could not be loaded: its transfer can never be complete. The link goes on."""
+
     def left_over(self, chunks: list[OutgoingChunk]) -> None:
         """The thread's last act: what the link did not deliver."""
 
@@ -58,9 +62,11 @@ class HeldChunk:
     """What was in a slot of a link that broke: not credited. See OutgoingChunk."""
 
     def __init__(self, origin: OutgoingChunk, cargo: Cargo, body: bytes, *, was_sent: bool) -> None:
+        self.transfer = origin.transfer
         self.num_bytes = len(body)
         self.was_sent = was_sent
-        self._origin = origin
+        # Not the bytes that an earlier link has held.
+        self._origin: OutgoingChunk = origin._origin if isinstance(origin, HeldChunk) else origin
         self._cargo = cargo
         self._body = body
 
@@ -151,40 +157,43 @@ class ChunkSender:
             self._wants_test = True
             self._notify()
 
-    def credited(self, seq: int, slot: int) -> Chunk:
-        """The sink has done with a chunk. Raises ProtocolError for one that is not outstanding."""
+    def credited(self, seq: int, slot: int) -> Chunk | None:
+        """The sink has done with a chunk; None if the link is closing. Raises ProtocolError for one never sent."""
         with self._wake:
+            if self._is_closing:
+                return None
             header = self._ledger.credited(seq, slot)
             self._in_flight.pop(seq, None)
             self._notify()
             return header
 
-    def refused(self, seq: int, slot: int) -> None:
-        """The sink could not verify a chunk: send it again, or end the link. Raises ProtocolError."""
+    def refused(self, seq: int, slot: int) -> bool:
+        """The sink could not verify a chunk: send it again, or end the link; False if it is closing.
+
+        Raises ProtocolError for one that is not outstanding.
+        """
         with self._wake:
+            if self._is_closing:
+                return False
             header = self._ledger.refused(seq, slot)
             held = self._in_flight.pop(seq, None)
             if held is None:
                 # The test pattern, which no sink refuses.
                 self._ledger.put_back(slot)
-                return
+                return True
             self._resends.append(held)
             self._notify()
             if header.num_resends < MAX_RESENDS:
-                return
+                return True
             self._is_closing = True
         self._events.link_broken(f"a chunk failed {1 + MAX_RESENDS} times")
+        return True
 
     def give_back_idle(self) -> None:
         """Return borrowed slots, and their memory, if the link is idle."""
         with self._wake:
             if not self._is_closing and not self._ready and self._ledger.give_back_idle():
                 self._transport.trim(self._ledger.num_slots)
-
-    @property
-    def is_closing(self) -> bool:
-        """True once the link is given up: what the sink says of its chunks means nothing any more."""
-        return self._is_closing
 
     @property
     def num_outstanding(self) -> int:
@@ -316,6 +325,13 @@ class ChunkSender:
         stall_s = self._clock.now() - ready.time
         try:
             cargo = chunk.load(self._transport.buffer(slot)[: chunk.num_bytes])
+        except Exception as error:
+            # A barrier: the chunk's transfer ends, the link goes on (I13).
+            logger.exception("link_no=%d a chunk could not be gathered", self._link_no)
+            with self._wake:
+                self._ledger.put_back(slot)
+            self._events.chunk_failed(chunk.transfer, f"a chunk could not be gathered: {type(error).__name__}: {error}")
+            return
         finally:
             chunk.release()
         header = self._header(slot, cargo, chunk.num_bytes, is_void=chunk.is_void)

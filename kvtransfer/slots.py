@@ -10,7 +10,12 @@ import threading
 from dataclasses import dataclass
 
 from pdserve.cluster.base.errors import ProtocolError
+from pdserve.cluster.base.ids import Incarnation
 from pdserve.cluster.base.transfer_messages import Chunk
+
+
+class NoSlotsError(ProtocolError):
+    """Every slot of the rank is lent: links that are idle give back what they borrowed."""
 
 
 class SlotPool:
@@ -47,9 +52,9 @@ class SlotLedger:
     """Free slots, and what was sent in the others."""
 
     def __init__(self, pool: SlotPool, *, base: int, most: int) -> None:
-        """Borrow the base slots. Raises ProtocolError if the rank has none left: the link must be refused."""
+        """Borrow the base slots. Raises NoSlotsError if the rank has none left now: other links hold them."""
         if not pool.lend(base):
-            raise ProtocolError(f"no slots left for another link ({pool.capacity} in all)")
+            raise NoSlotsError(f"no slots left for another link ({pool.capacity} in all)")
         self._pool = pool
         self._base = base
         self._most = most
@@ -149,9 +154,10 @@ class SlotLedger:
 class LandingSlots:
     """The sink's view of a link's slots: which hold a chunk that was not credited yet (I2), and how large they are."""
 
-    def __init__(self, *, link_no: int, stream_no: int, num_slots: int, slot_bytes: int) -> None:
+    def __init__(self, *, link_no: int, stream_no: int, source: Incarnation, num_slots: int, slot_bytes: int) -> None:
         self._link_no = link_no
         self._stream_no = stream_no
+        self._source = source
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         self._occupied: set[int] = set()
@@ -165,8 +171,11 @@ class LandingSlots:
         """A chunk lands.
 
         Raises ProtocolError if it does not fit, its slot still holds another, or one before it is missing (I2, I17):
-        what a link lost, repeated or reordered is found with the next header.
+        what a link lost, repeated or reordered is found with the next header. So is what belongs to a transfer of
+        another source (I3).
         """
+        if header.cargo is not None and header.cargo.transfer.source != self._source:
+            raise ProtocolError(f"link {self._link_no} brings a chunk of a transfer from another source")
         if (header.link_no, header.stream_no) != (self._link_no, self._stream_no):
             raise ProtocolError(f"link {self._link_no} brings a chunk of {header.link_no}, stream {header.stream_no}")
         if header.seq != self._next_seq:

@@ -266,6 +266,7 @@ def assemble_engine(
             max_batch_tokens=config.max_batch_tokens,
             max_waiting=config.max_waiting,
             max_model_len=memory.max_model_len,
+            vocab_size=spec.vocab_size,
             eos_token_ids=spec.eos_token_ids,
             has_prefix_cache=config.prefix_cache,
             max_waiting_tokens=config.max_waiting_tokens,

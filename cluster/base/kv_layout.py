@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 _INT8_SCALE_BYTES = 4
+MAX_TP_SIZE = 1024
 
 
 class KVDtype(StrEnum):
@@ -78,6 +79,14 @@ class KVLayout:
         head = rank // (self.tp_size // self.num_kv_heads)
         return head, head + 1
 
+    def ranks_of(self, head: int) -> range:
+        """Return the ranks that hold a KV head."""
+        if self.tp_size <= self.num_kv_heads:
+            rank = head // (self.num_kv_heads // self.tp_size)
+            return range(rank, rank + 1)
+        copies = self.tp_size // self.num_kv_heads
+        return range(head * copies, (head + 1) * copies)
+
     def refusal(self, peer: "KVLayout") -> str | None:
         """Return why KV cannot move between the two: the first field that stands in the way, with both values.
 
@@ -89,9 +98,10 @@ class KVLayout:
                 return f"{name}: {mine!r} here, {theirs!r} there"
         if peer.kv_dtype not in list(KVDtype):
             return f"kv_dtype: {peer.kv_dtype!r} there, {', '.join(KVDtype)} are known here"
-        for name in ("block_size", "tp_size"):
-            if getattr(peer, name) < 1:
-                return f"{name}: {getattr(peer, name)} there"
+        if peer.block_size < 1:
+            return f"block_size: {peer.block_size} there"
+        if not 1 <= peer.tp_size <= MAX_TP_SIZE:
+            return f"tp_size: {peer.tp_size} there, at most {MAX_TP_SIZE} are possible"
         if peer.num_kv_heads % peer.tp_size and peer.tp_size % peer.num_kv_heads:
             return f"tp_size: {peer.tp_size} there, which does not divide {peer.num_kv_heads} KV heads, nor they it"
         return None

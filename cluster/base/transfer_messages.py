@@ -88,6 +88,8 @@ class CloseLink:
 
     link_no: int
     reason: str
+    is_temporary: bool = False
+    """There is no room for a link now: nothing is wrong with its transport."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,4 +74,4 @@ class Transports:
             case TransportKind.TCP:
                 return TcpReceiver(offer.address, self._token, slots, on_chunk, on_broken)
             case TransportKind.TORCH_DIST:
-                return TorchDistReceiver(offer.address, slots, on_chunk, on_broken)
+                return TorchDistReceiver(offer.address, slots, on_chunk, on_broken, stall_s=self._config.stall_s)

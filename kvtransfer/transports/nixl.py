@@ -264,6 +264,7 @@ class NixlSender:
         self._peer: str | None = None
         self._key = b""
         self._handles: tuple[Any, Any] | None = None
+        self._to_release: list[Any] = []
         self._pending: Any = None
         self._pause_s = POLL_MIN_S
         self.address = "nixl"
@@ -277,10 +278,11 @@ class NixlSender:
         self._key = key
         library = self._agent.get()
         try:
-            self._handles = (
-                library.prep_xfer_dlist(_OWN, self._region.places(), _MEMORY),
-                library.prep_xfer_dlist(self._peer, _places(address, stride, self._region.num_slots), _MEMORY),
-            )
+            own = library.prep_xfer_dlist(_OWN, self._region.places(), _MEMORY)
+            self._to_release.append(own)
+            remote = library.prep_xfer_dlist(self._peer, _places(address, stride, self._region.num_slots), _MEMORY)
+            self._to_release.append(remote)
+            self._handles = own, remote
         except Exception as error:  # the binding raises types of its own
             raise ProtocolError(f"the sink's slots cannot be written: {error}") from error
 
@@ -343,11 +345,10 @@ class NixlSender:
             logger.error("a NIXL write has not ended: its buffer is kept for as long as the process lives")
             self._agent.keep((self._region, self._pending, self._handles))
             return
-        if self._handles is not None:
-            library = self._agent.get()
-            for handle in self._handles:
-                _quietly(partial(library.release_dlist_handle, handle), "releasing a descriptor list")
-            self._handles = None
+        for handle in self._to_release:
+            _quietly(partial(self._agent.get().release_dlist_handle, handle), "releasing a descriptor list")
+        self._to_release.clear()
+        self._handles = None
         self._region.deregister()
         if self._peer is not None:
             self._agent.drop_peer(self._peer)

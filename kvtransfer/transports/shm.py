@@ -10,6 +10,7 @@ import fcntl
 import mmap
 import os
 import secrets
+import stat
 
 from pdserve.cluster.base.errors import ProtocolError
 from pdserve.cluster.base.transfer_messages import Chunk
@@ -19,6 +20,13 @@ from pdserve.kvtransfer.transports.protocol import OnChunk
 NONCE_BYTES = 32
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """A file that could shrink would kill its readers."""
+
+
+def _is_sealed(file: int) -> bool:
+    try:
+        return fcntl.fcntl(file, fcntl.F_GET_SEALS) & SEALS == SEALS
+    except OSError:
+        return False  # no memory file
 
 
 class ShmSender:
@@ -102,9 +110,11 @@ class ShmReceiver:
             raise ProtocolError(f"shm address {self._address!r} is malformed") from error
         if not is_right_size:
             raise ProtocolError(f"shm address offers {size} bytes, {self._size} are expected")
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # Whatever lies there: opening it must not block, and mapping it must not kill.
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         try:
-            if os.fstat(file).st_size != self._size:
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode) or status.st_size != self._size or not _is_sealed(file):
                 raise ProtocolError("the file behind the shm address is another one")
             memory = mmap.mmap(file, self._size, prot=mmap.PROT_READ)
         finally:

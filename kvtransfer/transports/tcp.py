@@ -199,6 +199,8 @@ class TcpReceiver:
             port = int(port_text)
         except ValueError as error:
             raise ProtocolError(f"tcp address {self._address!r} is malformed") from error
+        if not 0 < port < 1 << 16:
+            raise ProtocolError(f"tcp address {self._address!r} has no such port")
         loop = asyncio.get_running_loop()
         connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         connection.setblocking(False)

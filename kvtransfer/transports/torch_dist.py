@@ -1,10 +1,14 @@
 """torch.distributed: one process group per link, of two ranks and without the default group. Gloo on CPU.
 
 The source hosts the TCPStore over which a pair finds itself, under the link's secret key. It posts a send, then its
-header goes over the control channel, and the sink posts the receive into a slot: one operation of a pair at a time. The
-library knows no abort for Gloo, but an operation that times out closes its pair, and with it every other operation,
-at both ends: so a receive that nobody answers, waited for a millisecond, is the abort. When it has returned nothing
-touches the buffers (the fence).
+header goes over the control channel, and the sink posts the receive of a whole slot (a body that is longer than a
+receive ends the process in the library; a shorter one is found by its checksum). The source waits for no send: the
+CREDIT of a slot says that its bytes have gone.
+
+The library knows no abort for Gloo, but an operation that times out closes its pair, and with it the others, at both
+ends: so a receive that nobody answers, waited for a millisecond, is the abort. It does not always end a receive whose
+body is half here; that one ends by its own time-out, and the slots are held until the receiving thread has ended (the
+fence).
 
 Nothing that comes over the store or the pair is unpickled. The store is not authenticated: it holds the pairs'
 addresses, under keys that only the two workers know.
@@ -31,9 +35,7 @@ logger = logging.getLogger(__name__)
 
 MEET_S = 5.0
 """How long the two ends may take to find each other."""
-OPERATION_S = 600.0
-"""No deadline of its own: a link that stalls is closed by its owner."""
-SEND_TAG, RECEIVE_TAG, ABORT_TAG = 1, 1, 2
+BODY_TAG, ABORT_TAG = 1, 2
 KEY_BYTES = 16
 _SOURCE, _SINK = 0, 1
 
@@ -106,17 +108,14 @@ class _Pair:
         self._lock = threading.Lock()
 
     def send(self, body: torch.Tensor) -> Any:
-        """Post a send; wait for it with `wait`. Raises OSError."""
+        """Post a send; what is returned must live until its bytes have gone. Raises OSError."""
         return self._post("send", body)
 
-    def receive(self, body: torch.Tensor) -> None:
-        """Receive into `body`. Raises OSError."""
-        self.wait(self._post("recv", body))
-
-    def wait(self, work: Any) -> None:
-        """Wait until an operation is done. Raises OSError if the pair is aborted or broken."""
+    def receive(self, body: torch.Tensor, timeout_s: float) -> None:
+        """Receive into `body`. Raises OSError if the pair is aborted or broken, or nothing comes."""
+        work = self._post("recv", body)
         try:
-            work.wait(timedelta(seconds=OPERATION_S))
+            work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise OSError(f"the pair is broken: {error}") from error
 
@@ -133,7 +132,7 @@ class _Pair:
 
     def _post(self, name: str, body: torch.Tensor) -> Any:
         try:
-            return getattr(self._group, name)([body], self._peer, SEND_TAG)
+            return getattr(self._group, name)([body], self._peer, BODY_TAG)
         except RuntimeError as error:
             raise OSError(f"the pair is broken: {error}") from error
 
@@ -172,7 +171,7 @@ class TorchDistSender:
         self._is_closed = False
         self._pair: _Pair | None = None
         self._error: OSError | None = None
-        self._sent: Any = None
+        self._sent: dict[int, Any] = {}
         served, key = store.get(host), secrets.token_hex(KEY_BYTES)
         self.address = f"{host}|{store.port}|{key}"
         # The other end cannot attach before this one waits for it.
@@ -198,12 +197,10 @@ class TorchDistSender:
         return self._slots.view(slot)
 
     def send(self, header: Chunk) -> None:
-        """See SendTransport: waits for the send before, and posts this one."""
+        """See SendTransport: posts the send. The one before it from the same slot has gone: it was credited."""
         if self._pair is None or self._is_closed:
             raise BrokenPipeError("the link is closed")
-        if self._sent is not None:
-            self._pair.wait(self._sent)
-        self._sent = self._pair.send(self._slots.tensor(header.slot, header.num_bytes))
+        self._sent[header.slot] = self._pair.send(self._slots.tensor(header.slot, header.num_bytes))
 
     def progress(self) -> float | None:
         """See SendTransport: the library has threads of its own."""
@@ -211,7 +208,7 @@ class TorchDistSender:
 
     def trim(self, num_slots: int) -> None:
         """See SendTransport: only while nothing is on its way."""
-        self._sent = None
+        self._sent.clear()
         self._slots.trim(num_slots)
 
     def close(self) -> None:
@@ -223,7 +220,7 @@ class TorchDistSender:
     def free(self) -> None:
         """See SendTransport."""
         self._meeting.join()
-        self._sent = None
+        self._sent.clear()
         self._pair = None
         self._slots.trim(0)
 
@@ -233,8 +230,12 @@ class TorchDistReceiver:
 
     answer = ""
 
-    def __init__(self, address: str, slots: LandingSlots, on_chunk: OnChunk, on_broken: OnBroken) -> None:
+    def __init__(
+        self, address: str, slots: LandingSlots, on_chunk: OnChunk, on_broken: OnBroken, *, stall_s: float
+    ) -> None:
+        """A body that does not come within `stall_s` of its header breaks the link."""
         self._address = address
+        self._stall_s = stall_s
         self._landing_slots = slots
         self._on_chunk = on_chunk
         self._on_broken = on_broken
@@ -250,6 +251,8 @@ class TorchDistReceiver:
             port = int(port_text)
         except ValueError as error:
             raise ProtocolError(f"torch_dist address {self._address!r} is malformed") from error
+        if not 0 < port < 1 << 16:
+            raise ProtocolError(f"torch_dist address {self._address!r} has no such port")
         self._pair = await asyncio.to_thread(self._meet, host, port, key)
         self._thread.start()
 
@@ -284,7 +287,7 @@ class TorchDistReceiver:
         assert self._pair is not None, "the thread starts with it"
         try:
             while (header := self._headers.get()) is not None:
-                self._pair.receive(self._slots.tensor(header.slot, header.num_bytes))
+                self._pair.receive(self._slots.tensor(header.slot, self._landing_slots.slot_bytes), self._stall_s)
                 self._on_chunk(header)
         except OSError as error:
             self._on_broken(str(error))

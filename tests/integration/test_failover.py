@@ -5,15 +5,17 @@ import asyncio
 import pytest
 
 from pdserve.cluster.base.config import TransferConfig, TransportKind
+from pdserve.workers.model.digest import DigestModel
 from pdserve.workers.worker import Worker
-from support.engines import make_request
+from support.engines import make_digest_engine, make_request
 from support.fragile_transports import FragileTransports
 from support.pairs import Pair, assert_clean, has_link, received_bytes, running_pair
 from support.runners import GatedCopier, GatedRunner, make_gated_engine
-from support.services import MODEL, eventually, generate
+from support.services import MODEL, eventually, generate, running_worker
 
 OTHERS = {kind: next(other for other in TransportKind if other is not kind) for kind in TransportKind}
 LENGTH = 200
+WIDE = DigestModel(num_heads=4, tp_size=4)
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +102,16 @@ async def test_a_better_transport_is_taken_again_when_it_has_rested_and_nothing_
         assert (await generate(pair.replayer, request))[0] == MODEL.generate(request)
         assert transports_of(pair.decode) == {"tcp"}
         pair.prefill._transports.killed.clear()
-        await eventually(lambda: transports_of(pair.decode) == {"shm"} and has_link(pair.decode), "shm again")
+        gaps = 0
+
+        def is_back() -> bool:
+            nonlocal gaps
+            gaps += not has_link(pair.decode)
+            return transports_of(pair.decode) == {"shm"}
+
+        await eventually(is_back, "shm again")
+        # It was tried beside the link that worked.
+        assert gaps == 0
         again = make_request("again", [11] * LENGTH, max_tokens=3)
         assert (await generate(pair.replayer, again))[0] == MODEL.generate(again)
         await assert_clean(pair.prefill, pair.decode)
@@ -118,3 +129,37 @@ async def test_a_transfer_that_loses_every_link_ends_and_its_request_goes_on() -
         assert (await generate(pair.replayer, request))[0] == MODEL.generate(request)
         assert pair.decode.load().num_prefilled_tokens > 0
         await assert_clean(pair.prefill, pair.decode)
+
+
+async def test_each_link_of_a_pair_of_many_ranks_may_break_once() -> None:
+    engine, runner = make_gated_engine(WIDE, max_batch_tokens=64)
+    transfer = TransferConfig(transports=(TransportKind.SHM, TransportKind.TCP), slot_bytes=64 << 10)
+    async with running_pair(transfer, prefill=engine, decode=make_digest_engine(WIDE)) as pair:
+        assert len(pair.decode.load().links) == 4
+        runner.layer_gate.clear()
+        request = make_request("r", list(range(10, 10 + LENGTH)), max_tokens=8)
+        task = asyncio.create_task(generate(pair.replayer, request))
+        await let_layers_pass(pair, runner, 5)
+        kill(pair.prefill, TransportKind.SHM)
+        runner.layer_gate.set()
+        assert (await task)[0] == WIDE.generate(request)
+        assert pair.decode.load().num_prefilled_tokens == 0
+        assert transports_of(pair.decode) == {"tcp"}
+        await assert_clean(pair.prefill, pair.decode)
+
+
+async def test_a_link_for_which_there_is_no_room_opens_when_there_is() -> None:
+    transfer = TransferConfig(
+        transports=(TransportKind.SHM, TransportKind.TCP), slot_bytes=64 << 10, max_slots=3, max_slots_per_link=2
+    )
+    async with (
+        running_pair(transfer) as pair,
+        running_worker(pair.controller, name="decode-1", transfer=transfer) as second,
+    ):
+        await asyncio.sleep(0.6)
+        assert not has_link(second)
+        assert has_link(pair.decode)
+        await pair.decode.stop()
+        await eventually(lambda: has_link(second), "there is room")
+        # It was not taken for a transport that fails.
+        assert transports_of(second) == {"shm"}

@@ -513,7 +513,7 @@ async def test_data_connections_without_the_token_or_a_key_are_refused() -> None
             receiver = TcpReceiver(
                 f"{listener.host}|{listener.port}|{key}",
                 token,
-                LandingSlots(link_no=1, stream_no=0, num_slots=1, slot_bytes=64),
+                LandingSlots(link_no=1, stream_no=0, source=Incarnation("p"), num_slots=1, slot_bytes=64),
                 lambda header: None,
                 lambda reason: None,
             )
@@ -588,4 +588,41 @@ async def test_blocks_that_were_not_gathered_yet_are_not_given_to_the_next_promp
         for request, (tokens, _) in zip(requests, results, strict=True):
             assert tokens == MODEL.generate(request)
         assert pair.decode.load().num_prefilled_tokens == 0
+        await assert_clean(pair.prefill, pair.decode)
+
+
+@pytest.mark.parametrize("token", [-5, MODEL.vocab_size, 2**40])
+async def test_a_first_token_that_is_none_of_the_model_costs_the_source_its_channel(token: int) -> None:
+    # I17; known_faults B071
+    async with running_pair(transfer_config(TransportKind.SHM)) as pair:
+        source = pair.prefill._source
+        assert source is not None
+        take = source.take
+        source.take = lambda deltas: take([replace(delta, token_ids=(token,)) for delta in deltas])  # type: ignore[method-assign]
+        requests = [make_request(str(n), [10 + n] * 40, max_tokens=5) for n in range(2)]
+        for request in requests:
+            assert (await generate(pair.replayer, request))[0] == MODEL.generate(request)
+        assert pair.decode.registration()[2] is None
+        await assert_clean(pair.decode)
+
+
+@pytest.mark.parametrize(
+    "change", [{"prompt_token_ids": (2**40,)}, {"sampling": replace(make_request("r", [1]).sampling, seed=-1)}]
+)
+async def test_a_prefill_with_numbers_that_cannot_be_is_rejected(change: dict[str, object]) -> None:
+    # I17; known_faults B071
+    async with running_pair(transfer_config(TransportKind.SHM)) as pair:
+        (peer,) = pair.decode._sink._peers.all()  # type: ignore[union-attr]
+        request = replace(make_request("bad", [10] * 20), **change)  # type: ignore[arg-type]
+        transfer = TransferId(
+            request_id=RequestId("bad"),
+            attempt=0,
+            transfer_no=99,
+            source=peer.info.incarnation,
+            sink=pair.decode.registration()[0].incarnation,
+        )
+        peer.post(Prefill(transfer=transfer, request=request, num_tokens_held=0, needs_kv=True, deadline_s=9.0))
+        good = make_request("good", [10] * 40, max_tokens=5)
+        assert (await generate(pair.replayer, good))[0] == MODEL.generate(good)
+        assert pair.prefill.registration()[2] is None
         await assert_clean(pair.prefill, pair.decode)

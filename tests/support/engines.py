@@ -64,6 +64,7 @@ def make_digest_engine(
         max_batch_tokens=max_batch_tokens,
         max_waiting=max_waiting,
         max_model_len=num_blocks * block_size,
+        vocab_size=model.vocab_size,
         has_prefix_cache=has_prefix_cache,
         **settings_changes,  # type: ignore[arg-type]
     )

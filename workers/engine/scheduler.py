@@ -31,6 +31,7 @@ from pdserve.workers.engine.logit_rules import LogitRules, has_rules
 from pdserve.workers.engine.plan import NO_TOKEN, StepOutput, StepPlan
 from pdserve.workers.engine.plan_builder import build_plan
 from pdserve.workers.engine.prefix_cache import FirstBlocks
+from pdserve.workers.engine.request_check import MAX_INT32, are_tokens, check_numbers
 from pdserve.workers.engine.reservation import Reservation, Reservations
 from pdserve.workers.engine.row_tables import RowTables
 from pdserve.workers.engine.sequence import Sequence, SequenceState, blocks_for, worst_case_tokens
@@ -51,6 +52,7 @@ class SchedulerSettings:
     max_batch_tokens: int
     max_waiting: int
     max_model_len: int
+    vocab_size: int = MAX_INT32
     eos_token_ids: tuple[int, ...] = ()
     has_prefix_cache: bool = True
     max_waiting_tokens: int = 1 << 30
@@ -170,6 +172,7 @@ class Scheduler:
 
     def check(self, request: Request, *, is_prefill_only: bool = False) -> None:
         """Raise InvalidRequestError if the request can never run here. From any thread."""
+        check_numbers(request, self._settings.vocab_size)
         worst = worst_case_tokens(request)
         if is_prefill_only:
             worst = len(request.prompt_token_ids) + len(request.resume_token_ids) + 1
@@ -183,6 +186,10 @@ class Scheduler:
             )
         if not request.prompt_token_ids or len(request.resume_token_ids) >= request.sampling.max_tokens:
             raise InvalidRequestError("nothing to compute: empty prompt or no token left to sample", param="prompt")
+
+    def has_tokens(self, token_ids: tuple[int, ...]) -> bool:
+        """True if the model has these tokens. From any thread."""
+        return are_tokens(token_ids, self._settings.vocab_size)
 
     def add(self, request: Request, *, is_prefill_only: bool = False) -> None:
         """Queue a request. Raises InvalidRequestError if it can never run, OverloadedError if the queue is full."""

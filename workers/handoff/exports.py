@@ -58,6 +58,7 @@ class _ExportedChunk:
         pool: BlockPool,
     ) -> None:
         """`blocks` is the table of the chunk's group, complete up to its last token."""
+        self.transfer = export.transfer
         self.num_bytes = chunk_bytes(stream.stream, chunk)
         self._export = export
         self._stream = stream

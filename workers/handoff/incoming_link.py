@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from pdserve.cluster.base.config import TransportKind
 from pdserve.cluster.base.errors import ProtocolError
+from pdserve.cluster.base.ids import Incarnation
 from pdserve.cluster.base.transfer_messages import Chunk, LinkOffer
 from pdserve.kvtransfer.landing import LandingThread
 from pdserve.kvtransfer.link import LinkEvent, LinkLife, LinkState
@@ -19,8 +20,16 @@ MAX_SLOT_BYTES = 1 << 30
 class IncomingLink:
     """Made for each OpenLink that is sent."""
 
-    def __init__(self, link_no: int, stream_no: int, transport: TransportKind, landing: LandingThread) -> None:
+    def __init__(
+        self,
+        link_no: int,
+        stream_no: int,
+        transport: TransportKind,
+        source: Incarnation,
+        landing: LandingThread,
+    ) -> None:
         self.link_no = link_no
+        self._source = source
         self.transport = transport
         self.life = LinkLife()
         self.num_bytes = 0
@@ -40,7 +49,11 @@ class IncomingLink:
         if not (0 < offer.num_slots <= MAX_SLOTS and 0 < offer.slot_bytes <= MAX_SLOT_BYTES):
             raise ProtocolError(f"a link of {offer.num_slots} slots of {offer.slot_bytes} bytes")
         self._slots = LandingSlots(
-            link_no=self.link_no, stream_no=self._stream_no, num_slots=offer.num_slots, slot_bytes=offer.slot_bytes
+            link_no=self.link_no,
+            stream_no=self._stream_no,
+            source=self._source,
+            num_slots=offer.num_slots,
+            slot_bytes=offer.slot_bytes,
         )
         receiver = settings.transports.make_receiver(self.transport, offer, self._slots, self._landed, on_broken)
         # Known before it attaches, so that whatever it holds is freed.
@@ -92,4 +105,5 @@ class IncomingLink:
         await self._fenced
         if self._receiver is not None:
             await self._receiver.free()
+        self._landing.forget(self.link_no)
         self.life.apply(LinkEvent.FENCED)

@@ -6,6 +6,7 @@ and the clock around it. What becomes of the request is its owner's business.
 
 import asyncio
 import logging
+from collections.abc import Callable
 from itertools import count
 from typing import Protocol
 
@@ -52,6 +53,9 @@ logger = logging.getLogger(__name__)
 
 class TransferOwner(Protocol):
     """The sink service: what becomes of the requests."""
+
+    def has_tokens(self, token_ids: tuple[int, ...]) -> bool:
+        """True if the model has these tokens. For ids that came from a peer."""
 
     def starts(self, prefill: RemotePrefill) -> None:
         """The source computes: redeem the promise of blocks."""
@@ -154,17 +158,19 @@ class IncomingTransfers:
         assert prefill.present is not None, "nothing is on its way"
         self._execute(prefill, prefill.present.machine.failed(cause, tell_source=True))
 
-    def link_lost(self, peer: SourcePeer, reason: str) -> None:
+    def link_lost(self, peer: SourcePeer, stream_no: int, reason: str) -> None:
         """See PeerEvents: transfers go on over the next link, but not for ever."""
         for prefill in self._of(peer):
             present = prefill.present
-            assert present is not None, "selected by it"
-            present.num_link_losses += 1
-            if present.num_link_losses > MAX_FAILOVERS:
+            if present is None or present.machine.state is SinkState.UNBINDING:
+                continue
+            losses = present.link_losses.get(stream_no, 0) + 1
+            present.link_losses[stream_no] = losses
+            if losses > MAX_FAILOVERS:
                 self._execute(prefill, present.machine.failed(reason, tell_source=True))
                 continue
             prefill.timeline.mark(f"link lost: {reason}; goes on over the next one")
-            self._reaper.watch(present.transfer, present.limit_s, ("link lost", present.num_link_losses))
+            self._reaper.watch(present.transfer, present.limit_s, ("link lost", stream_no, losses))
             self._metrics.failovers.inc()
 
     def peer_lost(self, peer: SourcePeer, reason: str) -> None:
@@ -197,6 +203,8 @@ class IncomingTransfers:
                 # An error has no token.
                 if len(token.token_ids) != (token.finish_reason is not FinishReason.ERROR):
                     raise ProtocolError(f"{len(token.token_ids)} first tokens")
+                if not self._owner.has_tokens(token.token_ids):
+                    raise ProtocolError(f"token {token.token_ids} is none of the model's")
                 self._with(transfer, lambda present: present.machine.first_token(token))
             case Final(transfer=transfer):
                 self._finalised(message)
@@ -231,8 +239,8 @@ class IncomingTransfers:
         prefill = self._find(message.transfer)
         if prefill is None or prefill.present is None:
             return
-        if len(message.num_chunks) != len(prefill.present.peer.streams):
-            raise ProtocolError(f"FINAL counts {len(message.num_chunks)} streams")
+        if len(message.num_chunks) != len(prefill.present.peer.streams) or min(message.num_chunks) < 0:
+            raise ProtocolError(f"FINAL counts {message.num_chunks}")
         metrics = self._metrics
         metrics.queue.observe(message.queue_s)
         metrics.credit_stall.observe(message.stall_s)
@@ -259,9 +267,11 @@ class IncomingTransfers:
                 mark: tuple[int, ...] = (item.position, message.num_engine_tokens)
                 limit_s = config.queued_timeout_s
             else:
-                mark = (item.num_computed_tokens, item.num_sent_chunks, message.num_engine_tokens)
+                # Once the token is here the source's engine has nothing more to do for it: only chunks are progress.
+                num_engine_tokens = 0 if prefill.present.token_time is not None else message.num_engine_tokens
+                mark = (item.num_computed_tokens, item.num_sent_chunks, num_engine_tokens)
                 limit_s = config.streaming_timeout_s
-            limit_s = max(limit_s, 2 * message.predicted_step_s)
+            limit_s = min(max(limit_s, 2 * message.predicted_step_s), config.deadline_s)
             prefill.present.limit_s = limit_s
             self._reaper.watch(item.transfer, limit_s, mark)
 
@@ -389,14 +399,17 @@ class IncomingTransfers:
         while True:
             await asyncio.sleep(TICK_S)
             for transfer, limit_s in self._reaper.overdue():
-                try:
-                    self._fail_overdue(transfer, limit_s)
-                except Exception:
-                    # The barrier of this task: one transfer that fails badly does not cost the others (I6).
-                    logger.exception("a deadline of the sink failed")
+                self._guarded(self._fail_overdue, transfer, limit_s)
             for peer in self.peers.all():
                 if not self._of(peer):
-                    peer.prefer_better()
+                    self._guarded(peer.prefer_better)
+
+    def _guarded(self, act: Callable[..., None], *arguments: object) -> None:
+        """The barrier of the deadline task: one check that fails does not cost the others (I6)."""
+        try:
+            act(*arguments)
+        except Exception:
+            logger.exception("a check of the sink failed")
 
     def _fail_overdue(self, transfer: TransferId, limit_s: float) -> None:
         cause = f"no progress for {limit_s:.1f} s"

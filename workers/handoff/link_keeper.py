@@ -1,7 +1,8 @@
 """One stream of a pair at its sink: keeps a link open for it, over the best transport that works.
 
 Opens by itself, and again after a loss: at once over the next transport, or after a pause over one that has just
-failed. What the source has in its slots, and what it gathers meanwhile, goes over the next link.
+failed. What the source has in its slots, and what it gathers meanwhile, goes over the next link. A better transport
+that has rested is tried beside the link that works, and takes its place once it has passed its test.
 """
 
 import asyncio
@@ -9,8 +10,9 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
+from pdserve.cluster.base.config import TransportKind
 from pdserve.cluster.base.errors import ProtocolError
-from pdserve.cluster.base.ids import WorkerId
+from pdserve.cluster.base.ids import Incarnation, WorkerId
 from pdserve.cluster.base.messages import Message
 from pdserve.cluster.base.metrics import TransferMetrics
 from pdserve.cluster.base.tasks import BackgroundTasks
@@ -36,13 +38,17 @@ class LinkPair(Protocol):
         """The source."""
 
     @property
+    def incarnation(self) -> Incarnation:
+        """The source's life."""
+
+    @property
     def is_connected(self) -> bool:
         """True while there is a channel to the source."""
 
     def post(self, message: Message) -> None:
         """Send a message to the source."""
 
-    def link_lost(self, reason: str) -> None:
+    def link_lost(self, stream_no: int, reason: str) -> None:
         """A link that was in use has broken; the next one is on its way."""
 
     def no_link_left(self, reason: str) -> None:
@@ -50,7 +56,11 @@ class LinkPair(Protocol):
 
 
 class LinkKeeper:
-    """The links of one stream, one after the other."""
+    """The links of one stream, one after the other.
+
+    Attributes:
+        link: the one that carries the stream, or will.
+    """
 
     def __init__(
         self,
@@ -64,6 +74,7 @@ class LinkKeeper:
     ) -> None:
         self.stream_no = stream_no
         self.link: IncomingLink | None = None
+        self._candidate: IncomingLink | None = None
         self._pair = pair
         self._landing = landing
         self._settings = settings
@@ -73,7 +84,7 @@ class LinkKeeper:
         self._order = TransportOrder(settings.config.transports, settings.clock)
         self._fencing: dict[int, IncomingLink] = {}
         self._retry_s = RETRY_MIN_S
-        self._timer: asyncio.TimerHandle | None = None
+        self._retry: asyncio.TimerHandle | None = None
         self._tasks = tasks
 
     @property
@@ -84,54 +95,71 @@ class LinkKeeper:
     @property
     def num_occupied_slots(self) -> int:
         """Slots that hold a chunk not yet credited."""
-        return 0 if self.link is None else self.link.num_occupied
-
-    def open(self) -> None:
-        """Ask the source for a link."""
-        if not self._pair.is_connected or self.link is not None:
-            return
-        link = IncomingLink(self._draw_link_no(), self.stream_no, self._order.choose(), self._landing)
-        self.link = link
-        self._set_timer(OPEN_TIMEOUT_S, self._give_up, link, "it did not open in time")
-        self._pair.post(OpenLink(link_no=link.link_no, stream_no=self.stream_no, transport=link.transport.value))
-
-    def close(self, reason: str) -> None:
-        """The channel, or the pair, has gone: fence the link, open no other."""
-        self._cancel_timer()
-        self._drop(reason, tells_source=False)
+        return sum(link.num_occupied for link in (self.link, self._candidate) if link is not None)
 
     @property
     def is_fencing(self) -> bool:
         """True while the landing thread may still use a link."""
         return bool(self._fencing)
 
+    def open(self) -> None:
+        """Ask the source for a link."""
+        if self._pair.is_connected and self.link is None:
+            self.link = self._ask(self._order.choose())
+
     def prefer_better(self) -> None:
-        """Nothing uses the link: change to a better transport that has rested."""
-        link = self.link
-        if link is None or not link.life.is_usable:
+        """Nothing uses the link: try a better transport that has rested, beside it."""
+        if self.link is None or not self.is_open or self._candidate is not None:
             return
         best = self._order.choose()
-        if self._order.is_better(best, link.transport):
-            logger.info("worker_id=%s link over %s makes way for %s", self._pair.worker_id, link.transport, best)
-            self._drop(f"{best} is tried again", tells_source=True)
-            self.open()
+        if self._order.is_better(best, self.link.transport):
+            self._candidate = self._ask(best)
+
+    def close(self, reason: str) -> None:
+        """The channel, or the pair, has gone: fence the links, open no other."""
+        if self._retry is not None:
+            self._retry.cancel()
+        for link in self._drop_all():
+            self._fence(link, reason, tells_source=False)
+
+    def _drop_all(self) -> list[IncomingLink]:
+        links = [link for link in (self.link, self._candidate) if link is not None]
+        self.link = self._candidate = None
+        return links
+
+    def _ask(self, transport: TransportKind) -> IncomingLink:
+        link = IncomingLink(self._draw_link_no(), self.stream_no, transport, self._pair.incarnation, self._landing)
+        self._loop.call_later(OPEN_TIMEOUT_S, self._opened_in_time, link)
+        self._pair.post(OpenLink(link_no=link.link_no, stream_no=self.stream_no, transport=transport.value))
+        return link
+
+    def _opened_in_time(self, link: IncomingLink) -> None:
+        if link.life.state in (LinkState.OPENING, LinkState.TESTING):
+            self._give_up(link, "it did not open in time")
+
+    def _find(self, link_no: int) -> IncomingLink | None:
+        return next(
+            (link for link in (self.link, self._candidate) if link is not None and link.link_no == link_no), None
+        )
 
     # From the source.
 
     def offered(self, offer: LinkOffer) -> None:
-        """The source offers the link that was asked for."""
-        if self.link is not None and self.link.link_no == offer.link_no:
-            self._tasks.start(self._attach(self.link, offer))
+        """The source offers a link that was asked for."""
+        link = self._find(offer.link_no)
+        if link is not None:
+            self._tasks.start(self._attach(link, offer))
 
     def closed_by_source(self, message: CloseLink) -> None:
-        """The source has closed the link, or has none."""
-        if self.link is not None and self.link.link_no == message.link_no:
-            self._give_up(self.link, message.reason, tells_source=False)
+        """The source has closed a link, or has none."""
+        link = self._find(message.link_no)
+        if link is not None:
+            self._give_up(link, message.reason, tells_source=False, is_temporary=message.is_temporary)
 
     def header_received(self, header: Chunk) -> None:
         """A chunk header came over the channel. One that breaks the protocol costs the link."""
-        link = self.link
-        if link is None or link.link_no != header.link_no:
+        link = self._find(header.link_no)
+        if link is None:
             return
         try:
             link.header_received(header)
@@ -147,15 +175,15 @@ class LinkKeeper:
         except (OSError, ProtocolError) as error:
             self._give_up(link, str(error))
             return
-        if link is self.link:
+        if link in (self.link, self._candidate):
             self._pair.post(LinkAttached(link_no=link.link_no, answer=answer))
 
     # From the landing thread, on the loop.
 
     def test_verified(self, header: Chunk, *, is_right: bool) -> None:
         """The test pattern came through, or did not."""
-        link = self.link
-        if link is None or link.link_no != header.link_no:
+        link = self._find(header.link_no)
+        if link is None:
             return
         link.vacate(header.slot)
         if not is_right:
@@ -165,15 +193,21 @@ class LinkKeeper:
         link.life.apply(LinkEvent.TESTED)
         self._pair.post(Credit(link_no=link.link_no, seq=header.seq, slot=header.slot))
         if not was_usable:
-            self._cancel_timer()
-            self._retry_s = RETRY_MIN_S
-            self._order.opened(link.transport)
-            logger.info("worker_id=%s link over %s is open", self._pair.worker_id, link.transport)
+            self._opened(link)
+
+    def _opened(self, link: IncomingLink) -> None:
+        self._retry_s = RETRY_MIN_S
+        self._order.opened(link.transport)
+        logger.info("worker_id=%s link over %s is open", self._pair.worker_id, link.transport)
+        if link is self._candidate:
+            former, self.link, self._candidate = self.link, link, None
+            if former is not None:
+                self._fence(former, f"{link.transport} has taken its place", tells_source=True)
 
     def settle(self, header: Chunk, nack_reason: str | None) -> None:
         """Return a chunk's slot to the source: with CREDIT, or with NACK and why."""
-        link = self.link
-        if link is None or link.link_no != header.link_no:
+        link = self._find(header.link_no)
+        if link is None:
             return  # its link is gone, and the slot with it
         link.vacate(header.slot)
         if nack_reason is None:
@@ -183,8 +217,9 @@ class LinkKeeper:
 
     def count_bytes(self, header: Chunk) -> None:
         """Count a verified chunk for status."""
-        if self.link is not None and self.link.link_no == header.link_no:
-            self.link.num_bytes += header.num_bytes
+        link = self._find(header.link_no)
+        if link is not None:
+            link.num_bytes += header.num_bytes
 
     def link_fenced(self, link_no: int) -> None:
         """The landing thread is done with a link."""
@@ -194,48 +229,46 @@ class LinkKeeper:
 
     # The end of a link.
 
-    def _give_up(self, link: IncomingLink, reason: str, *, tells_source: bool = True) -> None:
-        """Close the link and open another one, after a pause if every transport has just failed."""
-        if link is not self.link:
+    def _give_up(
+        self, link: IncomingLink, reason: str, *, tells_source: bool = True, is_temporary: bool = False
+    ) -> None:
+        """Close a link; if it was to carry the stream, open another one."""
+        if link not in (self.link, self._candidate):
             return
-        self._cancel_timer()
-        was_refused = link.life.state in (LinkState.OPENING, LinkState.TESTING)
+        was_refused = link.life.state in (LinkState.OPENING, LinkState.TESTING) and not is_temporary
         if was_refused:
             self._order.refused(link.transport)
-            is_demoted = True
-        else:
-            is_demoted = self._order.broke(link.transport)
+        is_demoted = was_refused or (not is_temporary and self._order.broke(link.transport))
         if is_demoted:
             self._metrics.demotions.inc()
         logger.warning("worker_id=%s link over %s: %s", self._pair.worker_id, link.transport, reason)
-        self._drop(reason, tells_source=tells_source)
-        if not self._order.is_everyone_resting:
+        was_usable = link.life.is_usable
+        if link is self._candidate:
+            self._candidate = None
+            self._fence(link, reason, tells_source=tells_source)
+            return
+        self.link = None
+        self._fence(link, reason, tells_source=tells_source)
+        if was_usable:
+            self._pair.link_lost(self.stream_no, reason)
+        self._open_again(reason, was_refused=was_refused, is_temporary=is_temporary)
+
+    def _open_again(self, reason: str, *, was_refused: bool, is_temporary: bool) -> None:
+        if self._candidate is not None:
+            self.link, self._candidate = self._candidate, None
+            return
+        if not (is_temporary or self._order.is_everyone_resting):
             self.open()
             return
         if was_refused:
             self._pair.no_link_left(reason)
-        self._set_timer(self._retry_s, self.open)
+        self._retry = self._loop.call_later(self._retry_s, self.open)
         self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
 
-    def _drop(self, reason: str, *, tells_source: bool) -> None:
-        link, self.link = self.link, None
-        if link is None:
-            return
-        was_usable = link.life.is_usable
+    def _fence(self, link: IncomingLink, reason: str, *, tells_source: bool) -> None:
         if tells_source:
             self._pair.post(CloseLink(link_no=link.link_no, reason=reason))
         self._metrics.fences.inc()
         self._fencing[link.link_no] = link
         link.break_off()
         self._tasks.start(link.fence())
-        if was_usable:
-            self._pair.link_lost(reason)
-
-    def _set_timer(self, delay_s: float, act: Callable[..., None], *arguments: object) -> None:
-        self._cancel_timer()
-        self._timer = self._loop.call_later(delay_s, act, *arguments)
-
-    def _cancel_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None

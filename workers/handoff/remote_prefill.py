@@ -1,6 +1,6 @@
 """A request whose prompt other workers compute: what has arrived of it so far, over all tries."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from pdserve.cluster.base.ids import AttemptKey, WorkerId
 from pdserve.cluster.base.prefix_hash import PrefixHash
@@ -27,7 +27,8 @@ class Try:
     first_chunk_time: float | None = None
     last_chunk_time: float | None = None
     token_time: float | None = None
-    num_link_losses: int = 0
+    link_losses: dict[int, int] = field(default_factory=dict)
+    """By stream."""
     num_bytes: int = 0
 
 

@@ -8,13 +8,22 @@ from pdserve.cluster.base.errors import ChannelClosedError, ConfigError, Protoco
 from pdserve.cluster.base.messages import Message
 from pdserve.cluster.base.metrics import TransferMetrics
 from pdserve.cluster.base.tasks import BackgroundTasks
-from pdserve.cluster.base.transfer_messages import Cargo, Chunk, CloseLink, Credit, Hello, Nack, OpenLink
+from pdserve.cluster.base.transfer_messages import (
+    Cargo,
+    Chunk,
+    CloseLink,
+    Credit,
+    Hello,
+    Nack,
+    OpenLink,
+    TransferId,
+)
 from pdserve.cluster.base.wire import Channel
 from pdserve.kvtransfer.chunk_stream import ChunkStream
 from pdserve.kvtransfer.layout import layer_spans, plan_streams
 from pdserve.kvtransfer.link import LinkEvent, LinkState
 from pdserve.kvtransfer.sender import OutgoingChunk
-from pdserve.kvtransfer.slots import SlotPool
+from pdserve.kvtransfer.slots import NoSlotsError, SlotPool
 from pdserve.workers.handoff.outgoing_link import OutgoingLink
 from pdserve.workers.handoff.settings import GIVE_BACK_S, HandoffSettings
 
@@ -30,6 +39,9 @@ class LinkOwner(Protocol):
 
     def chunk_sent(self, cargo: Cargo, num_bytes: int, stall_s: float, *, is_first: bool) -> None:
         """A transfer's chunk is on its way, perhaps not for the first time; it had waited `stall_s` for a slot."""
+
+    def chunk_failed(self, transfer: TransferId, reason: str) -> None:
+        """A transfer's chunk could not be gathered."""
 
 
 class SinkConnection:
@@ -99,7 +111,8 @@ class SinkConnection:
         try:
             link = OutgoingLink(link_no, stream, message.transport, self.channel, self._settings, self._slots, events)
         except (ProtocolError, OSError) as error:
-            self.post(CloseLink(link_no=link_no, reason=str(error)))
+            is_temporary = isinstance(error, NoSlotsError)
+            self.post(CloseLink(link_no=link_no, reason=str(error), is_temporary=is_temporary))
             return
         events.link = link
         self._links[link_no] = link
@@ -141,10 +154,10 @@ class SinkConnection:
     def credited(self, message: Credit) -> Chunk | None:
         """Take a credit; return the header of a transfer's chunk. Raises ProtocolError for one never earned."""
         link = self._links.get(message.link_no)
-        if link is None or link.sender.is_closing:
+        header = None if link is None else link.sender.credited(message.seq, message.slot)
+        if link is None or header is None:
             self._metrics.stale.inc()  # it was on its way when the link closed
             return None
-        header = link.sender.credited(message.seq, message.slot)
         link.used_time = self._settings.clock.now()
         if header.cargo is None:
             link.tested()
@@ -155,12 +168,11 @@ class SinkConnection:
     def refused(self, message: Nack) -> None:
         """A chunk is sent again, or its link ends. Raises ProtocolError for a chunk that is not outstanding."""
         link = self._links.get(message.link_no)
-        if link is None or link.sender.is_closing:
+        if link is None or not link.sender.refused(message.seq, message.slot):
             self._metrics.stale.inc()
             return
         self._metrics.nacks.inc()
         logger.warning("worker_id=%s refused chunk %d: %s", self.worker_id, message.seq, message.reason)
-        link.sender.refused(message.seq, message.slot)
 
     def sent(self, header: Chunk, stall_s: float, is_first: bool) -> None:
         """A chunk left."""
@@ -169,6 +181,10 @@ class SinkConnection:
             link.sent(header)
         if header.cargo is not None:
             self._owner.chunk_sent(header.cargo, header.num_bytes, stall_s, is_first=is_first)
+
+    def failed(self, transfer: TransferId, reason: str) -> None:
+        """A chunk could not be gathered."""
+        self._owner.chunk_failed(transfer, reason)
 
     def links(self) -> list[OutgoingLink]:
         """Return the links, for the deadline task."""
@@ -213,6 +229,9 @@ class _LinkEvents:
 
     def chunk_sent(self, header: Chunk, stall_s: float, *, is_first: bool) -> None:
         self._loop.call_soon_threadsafe(self._connection.sent, header, stall_s, is_first)
+
+    def chunk_failed(self, transfer: TransferId, reason: str) -> None:
+        self._loop.call_soon_threadsafe(self._connection.failed, transfer, reason)
 
     def left_over(self, chunks: list[OutgoingChunk]) -> None:
         assert self.link is not None, "a sender runs for a link"

@@ -222,6 +222,10 @@ class SinkService:
 
     # See TransferOwner.
 
+    def has_tokens(self, token_ids: tuple[int, ...]) -> bool:
+        """True if the model has these tokens."""
+        return self._scheduler.has_tokens(token_ids)
+
     def starts(self, prefill: RemotePrefill) -> None:
         """The source computes: redeem the promise of blocks."""
         assert prefill.reservation is not None, "a transfer of KV has its reservation"

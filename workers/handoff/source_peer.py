@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pdserve.cluster.base.errors import ChannelClosedError, ProtocolError
-from pdserve.cluster.base.ids import WorkerId
+from pdserve.cluster.base.ids import Incarnation, WorkerId
 from pdserve.cluster.base.messages import Message
 from pdserve.cluster.base.metrics import TransferMetrics
 from pdserve.cluster.base.tasks import BackgroundTasks
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 class PeerEvents(Protocol):
     """What a peer tells the sink service; on the loop."""
 
-    def link_lost(self, peer: "SourcePeer", reason: str) -> None:
-        """A link has broken. The channel lives, and the peer's transfers go on over the next link."""
+    def link_lost(self, peer: "SourcePeer", stream_no: int, reason: str) -> None:
+        """The link of a stream has broken. The channel lives, and the peer's transfers go on over the next link."""
 
     def peer_lost(self, peer: "SourcePeer", reason: str) -> None:
         """The peer's transfers are over."""
@@ -77,6 +77,11 @@ class SourcePeer:
     def worker_id(self) -> WorkerId:
         """See LinkPair."""
         return self.info.worker_id
+
+    @property
+    def incarnation(self) -> Incarnation:
+        """See LinkPair."""
+        return self.info.incarnation
 
     @property
     def is_connected(self) -> bool:
@@ -133,10 +138,9 @@ class SourcePeer:
         except ChannelClosedError as error:
             logger.debug("worker_id=%s a message could not be posted: %s", self.info.worker_id, error)
 
-    def link_lost(self, reason: str) -> None:
+    def link_lost(self, stream_no: int, reason: str) -> None:
         """See LinkPair."""
-        if self._channel is not None:
-            self._events.link_lost(self, reason)
+        self._events.link_lost(self, stream_no, reason)
 
     def no_link_left(self, reason: str) -> None:
         """See LinkPair."""

@@ -6,6 +6,7 @@ the shell between channels, engine thread and links.
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -218,6 +219,10 @@ class SourceService:
             outgoing.stall_s += stall_s
         self._execute(outgoing, outgoing.machine.chunk_sent(is_first=is_first))
 
+    def chunk_failed(self, transfer: TransferId, reason: str) -> None:
+        """See LinkOwner: without the chunk there is no FINAL."""
+        self._with(transfer, lambda outgoing: outgoing.machine.failed(reason))
+
     def _credited(self, sink: SinkConnection, message: Credit) -> None:
         header = sink.credited(message)
         if header is None or header.cargo is None:
@@ -275,8 +280,8 @@ class SourceService:
             return "this transfer is already here"
         if message.needs_kv and not sink.is_ready:
             return "not every link is open"
-        if message.num_tokens_held < 0 or message.deadline_s <= 0:
-            return "num_tokens_held and deadline_s must not be negative"
+        if message.num_tokens_held < 0 or not 0 < message.deadline_s < math.inf:
+            return "num_tokens_held and deadline_s must not be negative, nor infinite"
         try:
             self._engine.scheduler.check(message.request, is_prefill_only=True)
         except InvalidRequestError as error:

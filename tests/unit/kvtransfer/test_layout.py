@@ -170,6 +170,7 @@ def test_ranges_of_a_peer_that_do_not_exist_are_seen(chunk: dict[str, int]) -> N
         ({"kv_dtype": "fp4"}, "kv_dtype: 'fp4' there, float32, float16, int8 are known here"),
         ({"block_size": 0}, "block_size: 0 there"),
         ({"tp_size": -1}, "tp_size: -1 there"),
+        ({"tp_size": 2**40}, "tp_size: 1099511627776 there, at most 1024 are possible"),
     ],
 )
 def test_a_pair_that_cannot_exchange_kv_is_refused_with_the_field(change: dict[str, object], reason: str) -> None:

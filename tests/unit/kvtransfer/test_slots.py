@@ -1,10 +1,13 @@
 """Credits: a slot changes hands only by its header and its credit."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.cluster.base.errors import ProtocolError
+from pdserve.cluster.base.ids import Incarnation
 from pdserve.cluster.base.transfer_messages import Chunk
 from pdserve.kvtransfer.slots import LandingSlots, SlotLedger, SlotPool
 from support.chunks import make_header
@@ -101,7 +104,7 @@ def test_slots_always_add_up(actions: list[int]) -> None:
 
 def test_the_sink_sees_a_slot_that_was_not_credited_and_a_chunk_that_does_not_fit() -> None:
     # I2, I17
-    slots = LandingSlots(link_no=1, stream_no=0, num_slots=2, slot_bytes=8)
+    slots = LandingSlots(link_no=1, stream_no=0, source=Incarnation("p"), num_slots=2, slot_bytes=8)
     slots.occupy(make_header(0, 0))
     for wrong in (
         make_header(1, 0),
@@ -115,3 +118,22 @@ def test_the_sink_sees_a_slot_that_was_not_credited_and_a_chunk_that_does_not_fi
     slots.vacate(0)
     slots.occupy(make_header(1, 0))
     assert len(slots) == 1
+
+
+def test_the_sink_sees_a_gap_a_repetition_another_link_and_another_sources_transfer() -> None:
+    # I2, I3
+    slots = LandingSlots(link_no=1, stream_no=0, source=Incarnation("p"), num_slots=4, slot_bytes=8)
+    slots.occupy(make_header(0, 0, transfer=1))
+    cargo = make_header(1, 1, transfer=1).cargo
+    assert cargo is not None
+    foreign = replace(cargo, transfer=replace(cargo.transfer, source=Incarnation("another")))
+    for wrong in (
+        make_header(2, 1),
+        make_header(0, 1),
+        make_header(1, 1, link_no=2),
+        replace(make_header(1, 1), stream_no=1),
+        replace(make_header(1, 1), cargo=foreign),
+    ):
+        with pytest.raises(ProtocolError):
+            slots.occupy(wrong)
+    slots.occupy(make_header(1, 1, transfer=1))

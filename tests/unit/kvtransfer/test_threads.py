@@ -65,12 +65,16 @@ class FakeChunk:
 
     def __init__(self, number: int) -> None:
         self.num_bytes = 8
+        self.transfer = make_transfer_id(number)
         self.is_void = False
         self.was_sent = False
+        self.fails = False
         self.num_released = 0
         self._number = number
 
     def load(self, buffer: memoryview) -> Cargo:
+        if self.fails:
+            raise MemoryError("no")
         buffer[:] = bytes([self._number] * 8)
         return Cargo(transfer=make_transfer_id(self._number), chunk_no=0, range=RANGE, checksum=self._number)
 
@@ -82,10 +86,14 @@ class SenderLog:
     def __init__(self) -> None:
         self.broken: list[str] = []
         self.firsts: list[bool] = []
+        self.failed: list[tuple[int, str]] = []
         self.left: list[OutgoingChunk] = []
 
     def chunk_sent(self, header: Chunk, stall_s: float, *, is_first: bool) -> None:
         self.firsts.append(is_first)
+
+    def chunk_failed(self, transfer: TransferId, reason: str) -> None:
+        self.failed.append((transfer.transfer_no, reason))
 
     def left_over(self, chunks: list[OutgoingChunk]) -> None:
         self.left += chunks
@@ -280,6 +288,9 @@ def test_a_stream_that_is_over_releases_what_waits_and_what_still_comes() -> Non
     chunks[4].is_void = True
     other.drop_void()
     assert (chunks[4].num_released, other.num_waiting) == (1, 0)
+    # What a link leaves over after that is released as well.
+    other.submit(chunks[4])
+    assert (chunks[4].num_released, other.num_waiting) == (2, 0)
 
 
 def test_a_sender_that_never_started_is_cleaned_up_too() -> None:
@@ -363,9 +374,9 @@ def test_chunks_before_bind_wait_and_after_unbind_are_dropped() -> None:
         landing.expect(make_transfer_id(1))
         landing.landed(make_header(0, transfer=1), Bodies(3))
         landing.bind(make_transfer_id(1), target)
-        landing.landed(make_header(1, transfer=1), Bodies(3))
+        landing.landed(make_header(1, transfer=1, chunk_no=1), Bodies(3))
         landing.unbind(make_transfer_id(1))
-        landing.landed(make_header(2, transfer=1), Bodies(3))
+        landing.landed(make_header(2, transfer=1, chunk_no=2), Bodies(3))
         landing.landed(make_header(3, transfer=2), Bodies(3))
 
     events = run_landing(act, 5)
@@ -415,3 +426,48 @@ def test_a_fenced_links_chunks_are_touched_no_more() -> None:
         landing.landed(make_header(3, transfer=1, link_no=5), Bodies(3))
 
     assert run_landing(act, 2) == [("fenced", 4), ("scattered", 3)]
+
+
+def test_a_chunk_that_comes_again_is_dropped_whatever_it_holds() -> None:
+    # I1, I12: after a fail-over, when its request may decode already.
+    target = FakeTarget()
+
+    def act(landing: LandingThread) -> None:
+        landing.expect(make_transfer_id(1))
+        landing.landed(make_header(0, transfer=1, chunk_no=7), Bodies(3))
+        landing.landed(make_header(0, transfer=1, chunk_no=7, link_no=2), Bodies(3))
+        landing.bind(make_transfer_id(1), target)
+        landing.landed(make_header(1, transfer=1, chunk_no=7, link_no=2), Bodies(9))
+        landing.landed(make_header(2, transfer=1, chunk_no=8, link_no=2, checksum=4), Bodies(3))
+        landing.landed(make_header(3, transfer=1, chunk_no=8, link_no=2), Bodies(3))
+
+    events = run_landing(act, 5)
+    assert events == [("scattered", 0), ("dropped", 0), ("dropped", 1), ("checksum", 2), ("scattered", 3)]
+    assert target.bodies == [bytes([3] * 8)] * 3
+
+
+def test_a_chunk_that_cannot_be_gathered_ends_its_transfer_and_not_the_link() -> None:
+    # I5, I13
+    sender, transport, _, log = make_sender()
+    chunks = [FakeChunk(number) for number in range(3)]
+    chunks[1].fails = True
+    for chunk in chunks:
+        sender.submit(chunk)
+    wait_for(lambda: len(transport.sent) == 2)
+    assert log.failed == [(1, "a chunk could not be gathered: MemoryError: no")]
+    assert [chunk.num_released for chunk in chunks] == [1, 1, 1]
+    sender.validate()
+    assert log.broken == []
+    sender.close()
+    assert sender.join(WAIT_S)
+
+
+def test_a_credit_that_comes_while_the_link_closes_is_none() -> None:
+    sender, transport, _, _ = make_sender()
+    sender.submit(FakeChunk(1))
+    wait_for(lambda: len(transport.sent) == 1)
+    header = transport.sent[0]
+    sender.close()
+    assert sender.join(WAIT_S)
+    assert sender.credited(header.seq, header.slot) is None
+    assert not sender.refused(header.seq, header.slot)

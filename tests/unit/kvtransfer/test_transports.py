@@ -1,14 +1,18 @@
 """Transports by themselves: what they refuse to attach to, and what they carry."""
 
 import asyncio
+import mmap
 import os
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from pdserve.cluster.base.errors import ProtocolError
+from pdserve.cluster.base.ids import Incarnation
 from pdserve.cluster.base.transfer_messages import Chunk
 from pdserve.kvtransfer.pattern import pattern
 from pdserve.kvtransfer.slots import LandingSlots
@@ -20,7 +24,7 @@ from support.chunks import make_header
 
 
 def make_slots() -> LandingSlots:
-    return LandingSlots(link_no=7, stream_no=0, num_slots=2, slot_bytes=5000)
+    return LandingSlots(link_no=7, stream_no=0, source=Incarnation("p"), num_slots=2, slot_bytes=5000)
 
 
 def header_of(slot: int, *, seq: int = 0) -> Chunk:
@@ -79,6 +83,22 @@ def test_a_process_that_is_gone_cannot_be_attached_to() -> None:
     with pytest.raises((OSError, ProtocolError)):
         attach(sender.address)
     sender.free()
+
+
+def test_what_is_no_sealed_memory_file_is_not_mapped(tmp_path: Path) -> None:
+    # I17: a file that shrinks would kill its readers, one that blocks would hold the loop.
+    size = mmap.PAGESIZE * 5
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    plain = tmp_path / "plain"
+    plain.write_bytes(bytes(size))
+    loose = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
+    os.ftruncate(loose, size)
+    files = [os.open(pipe, os.O_RDWR), os.open(plain, os.O_RDONLY), loose]
+    for file in files:
+        with pytest.raises(ProtocolError, match="another one"):
+            attach(f"{os.getpid()}:{file}:{size}:{'00' * 32}")
+        os.close(file)
 
 
 def test_the_pattern_tells_sequence_numbers_and_places_apart() -> None:
@@ -201,7 +221,9 @@ class TorchPair:
         self.landed: queue.Queue[Chunk] = queue.Queue()
         self.broken: queue.Queue[str] = queue.Queue()
         self.sender = TorchDistSender(self.store, "127.0.0.1", slot_bytes=5000)
-        self.receiver = TorchDistReceiver(self.sender.address, make_slots(), self.landed.put, self.broken.put)
+        self.receiver = TorchDistReceiver(
+            self.sender.address, make_slots(), self.landed.put, self.broken.put, stall_s=1.0
+        )
 
     async def meet(self) -> None:
         """Both ends find each other."""
@@ -275,8 +297,43 @@ def test_a_sink_that_never_comes_does_not_hold_the_source(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("address", ["", "nonsense", "127.0.0.1|x|y", "127.0.0.1|1|key"])
 def test_a_torch_dist_address_where_nobody_is_is_an_error(address: str) -> None:
-    receiver = TorchDistReceiver(address, make_slots(), lambda header: None, lambda reason: None)
+    receiver = TorchDistReceiver(address, make_slots(), lambda header: None, lambda reason: None, stall_s=1.0)
     with pytest.raises((ProtocolError, OSError)):
         asyncio.run(receiver.attach())
     receiver.close()
     asyncio.run(receiver.free())
+
+
+def test_a_torch_dist_body_that_is_longer_than_its_header_says_ends_nothing(torch_pair: TorchPair) -> None:
+    # I17: the library would end the process.
+    torch_pair.sender.buffer(0)[:5000] = pattern(0, 5000)
+    torch_pair.sender.send(header_of(0))
+    torch_pair.receiver.header_received(make_header(0, 0, link_no=7, num_bytes=64))
+    assert torch_pair.landed.get(timeout=5).num_bytes == 64
+    assert torch_pair.receiver.body(0, 64) == pattern(0, 64)
+
+
+def test_both_ends_may_close_while_a_body_is_on_its_way() -> None:
+    # I2, I16: whatever the library does with it, no thread of the link stays.
+    size = 4 << 20
+    store = TorchStore()
+    for _ in range(8):
+        slots = LandingSlots(link_no=7, stream_no=0, source=Incarnation("p"), num_slots=2, slot_bytes=size)
+        sender = TorchDistSender(store, "127.0.0.1", slot_bytes=size)
+        broken: queue.Queue[str] = queue.Queue()
+        receiver = TorchDistReceiver(sender.address, slots, lambda header: None, broken.put, stall_s=1.0)
+        asyncio.run(receiver.attach())
+        asyncio.run(sender.wait_attached(""))
+        for slot in (0, 1):
+            header = make_header(slot, slot, link_no=7, num_bytes=size)
+            sender.send(header)
+            receiver.header_received(header)
+        closing = threading.Thread(target=sender.close)
+        closing.start()
+        receiver.close()
+        closing.join()
+        start_time = time.monotonic()
+        sender.free()
+        asyncio.run(receiver.free())
+        assert time.monotonic() - start_time < 3.0
+    store.close()
