@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -112,7 +113,7 @@ def make_model_engine(folder: Path) -> tuple[Engine, KVStore]:
 
 def make_request(name: str, num_prompt: int, num_new: int) -> Request:
     """Return a greedy request."""
-    rng = np.random.default_rng(abs(hash(name)) % 2**32)
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
     return Request(
         request_id=RequestId(name),
         attempt=0,
@@ -121,7 +122,7 @@ def make_request(name: str, num_prompt: int, num_new: int) -> Request:
     )
 
 
-async def first_token(cluster: LocalCluster, request: Request) -> None:
+async def run_to_end(cluster: LocalCluster, request: Request) -> None:
     """Run a request to its end."""
     async with cluster.replayer.open(request) as run:
         async for _ in run:
@@ -136,12 +137,12 @@ async def measure_transfer(case: Case, *, num_latencies: int = 30) -> tuple[floa
     plans.append(WorkerPlan(role=Role.DECODE, make_engine=make_engine, core=1))
     transfer = TransferConfig(transports=(case.transport,), slot_bytes=case.slot_bytes, promised_share=1.0)
     async with running_cluster(plans, transfer) as cluster:
-        await asyncio.gather(*(first_token(cluster, make_request(f"warm{n}", PROMPT, 2)) for n in range(2)))
+        await asyncio.gather(*(run_to_end(cluster, make_request(f"warm{n}", PROMPT, 2)) for n in range(2)))
         requests = iter([make_request(f"r{number}", PROMPT, 2) for number in range(NUM_PROMPTS)])
 
         async def client() -> None:
             for request in requests:
-                await first_token(cluster, request)
+                await run_to_end(cluster, request)
 
         start = time.perf_counter()
         await asyncio.gather(*(client() for _ in range(case.num_clients)))
@@ -151,7 +152,7 @@ async def measure_transfer(case: Case, *, num_latencies: int = 30) -> tuple[floa
             times.get()
         latencies = []
         for number in range(num_latencies):
-            await first_token(cluster, make_request(f"small{number}", 16, 2))
+            await run_to_end(cluster, make_request(f"small{number}", 16, 2))
             events: dict[str, float] = {}
             for _ in range(2):
                 name, moment = await asyncio.to_thread(times.get, True, 5.0)
@@ -168,7 +169,7 @@ async def measure_overlap(folder: Path, transport: TransportKind) -> tuple[float
     ]
     async with running_cluster(plans, TransferConfig(transports=(transport,), promised_share=1.0)) as cluster:
         for number in range(3):
-            await first_token(cluster, make_request(f"long{number}", 2048, 2))
+            await run_to_end(cluster, make_request(f"long{number}", 2048, 2))
         texts = await cluster.controller.metrics()
     num_prompts = int(_sum_of("pdserve_kv_early_share_count", texts))
     return _sum_of("pdserve_kv_early_share_sum", texts) / num_prompts, num_prompts

@@ -1,6 +1,6 @@
 """Yardsticks of the hand-off: what the machine gives to two processes, one core each, that only move bytes.
 
-Each returns GiB/s, between core 0 and core 1.
+Rates are GiB/s, from core 0 to core 1.
 """
 
 import ctypes
@@ -8,6 +8,8 @@ import multiprocessing
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
 from multiprocessing.connection import Connection
@@ -35,6 +37,17 @@ LIBRARY_SLOTS = 4
 LIBRARY_PIECES = 400
 
 Ring = ctypes.Array[ctypes.c_byte]
+
+
+@contextmanager
+def pinned(core: int) -> Iterator[None]:
+    """Keep this process on one core."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _copy_out(ring: "Ring", free: Semaphore, full: Semaphore) -> None:
@@ -95,11 +108,10 @@ def _send_process(core: int, port: int) -> None:
             return
 
 
+@pinned(1)
 def raw_socket() -> float:
     """Return GiB/s of a loopback connection between two processes, received into pieces of a large buffer."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {1})
-    target = memoryview(bytearray(8 * PIECE_BYTES))
+    target = memoryview(bytearray(RING_SLOTS * PIECE_BYTES))
     with socket.create_server(("127.0.0.1", 0)) as server:
         context = multiprocessing.get_context("spawn")
         process = context.Process(target=_send_process, args=(0, server.getsockname()[1]), daemon=True)
@@ -108,7 +120,7 @@ def raw_socket() -> float:
         with connection:
             done, start = 0, 0.0
             while not start or time.perf_counter() - start < YARDSTICK_S:
-                into = done // PIECE_BYTES % 8 * PIECE_BYTES
+                into = done // PIECE_BYTES % RING_SLOTS * PIECE_BYTES
                 view = target[into : into + PIECE_BYTES]
                 while view:
                     count = connection.recv_into(view)
@@ -118,7 +130,6 @@ def raw_socket() -> float:
                     done, start = 0, time.perf_counter()
             rate = done / (time.perf_counter() - start)
     process.join()
-    os.sched_setaffinity(0, before)
     return rate / GIB
 
 
@@ -143,13 +154,12 @@ def _nixl_target(connection: Connection) -> None:
     connection.recv()
 
 
+@pinned(0)
 def raw_nixl() -> float:
-    """NIXL writes of 4 MiB with notifications, one after the other, from four slots into four."""
+    """Return GiB/s of NIXL writes of 4 MiB with notifications, one after the other, from four slots into four."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_nixl_target, args=(theirs,), daemon=True)
     process.start()
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {0})
     agent = _nixl_agent("source")
     slots = torch.ones(LIBRARY_SLOTS, LIBRARY_PIECE_BYTES, dtype=torch.uint8)
     agent.register_memory(slots)
@@ -169,7 +179,6 @@ def raw_nixl() -> float:
     end = float(ours.recv())
     ours.send("done")
     process.join()
-    os.sched_setaffinity(0, before)
     return LIBRARY_PIECES * LIBRARY_PIECE_BYTES / (end - start) / GIB
 
 
@@ -187,14 +196,13 @@ def _gloo_target(port: int) -> None:
         pair.recv([slots[number % LIBRARY_SLOTS]], 0, 1).wait()
 
 
+@pinned(0)
 def raw_gloo() -> float:
-    """Gloo sends of 4 MiB, one after the other."""
+    """Return GiB/s of Gloo sends of 4 MiB, one after the other."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     process = multiprocessing.get_context("spawn").Process(target=_gloo_target, args=(port,), daemon=True)
     process.start()
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {0})
     pair = _gloo_pair(0, port)
     slots = torch.ones(LIBRARY_SLOTS, LIBRARY_PIECE_BYTES, dtype=torch.uint8)
     pair.send([slots[0]], 1, 1).wait()
@@ -203,7 +211,6 @@ def raw_gloo() -> float:
         pair.send([slots[number % LIBRARY_SLOTS]], 1, 1).wait()
     rate = LIBRARY_PIECES * LIBRARY_PIECE_BYTES / (time.perf_counter() - start) / GIB
     process.join()
-    os.sched_setaffinity(0, before)
     return rate
 
 
@@ -218,10 +225,9 @@ def _copy_only(kv, blocks, first, end, body):  # type: ignore[no-untyped-def]  #
             at += size
 
 
+@pinned(0)
 def checksum_cost(num_tokens: int = 2048, repeats: int = 60) -> dict[str, float]:
-    """Return GiB/s of one core: gathering without and with the checksum, scattering, and converting on the way."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {0})
+    """Return GiB/s of core 0, by operation and wire dtype: gathering without and with the checksum, and scattering."""
     layout = LAYOUT
     num_blocks = num_tokens // layout.block_size
     store = KVStore(layout, num_blocks=(num_blocks,), device=torch.device("cpu"))
@@ -260,5 +266,4 @@ def checksum_cost(num_tokens: int = 2048, repeats: int = 60) -> dict[str, float]
                 copy(chunk_of(layer), blocks, bodies[kind], kind)
 
             found[f"{name} {kind}"] = rate(act)
-    os.sched_setaffinity(0, before)
     return found

@@ -49,7 +49,7 @@ class LandingEvents(Protocol):
         """Nobody wants the chunk, or it is void: credit it."""
 
     def chunk_refused(self, header: Chunk, reason: str) -> None:
-        """The chunk failed its checksum or does not belong: NACK it."""
+        """The chunk failed its checksum, could not be scattered, or does not belong: NACK it, or credit it."""
 
     def test_verified(self, header: Chunk, is_right: bool) -> None:
         """The link's test pattern came through, or did not."""

@@ -35,7 +35,8 @@ class LinkEvent(StrEnum):
 
 
 _LOST: dict[tuple[LinkState, LinkEvent], LinkState] = {
-    (state, LinkEvent.LOST): LinkState.FENCING for state in LinkState if state is not LinkState.CLOSED
+    (state, LinkEvent.LOST): LinkState.FENCING
+    for state in (LinkState.OPENING, LinkState.TESTING, LinkState.OPEN, LinkState.STALLED)
 }
 
 LINK_TABLE: Table[LinkState, LinkEvent] = {
@@ -50,9 +51,6 @@ LINK_TABLE: Table[LinkState, LinkEvent] = {
     (LinkState.TESTING, LinkEvent.STALLED): LinkState.TESTING,
     (LinkState.OPEN, LinkEvent.CREDITED): LinkState.OPEN,
     (LinkState.STALLED, LinkEvent.CREDITED): LinkState.OPEN,
-    (LinkState.FENCING, LinkEvent.LOST): LinkState.FENCING,
-    (LinkState.FENCING, LinkEvent.CREDITED): LinkState.FENCING,
-    (LinkState.FENCING, LinkEvent.STALLED): LinkState.FENCING,
     (LinkState.FENCING, LinkEvent.FENCED): LinkState.CLOSED,
 }
 

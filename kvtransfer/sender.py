@@ -200,11 +200,6 @@ class ChunkSender:
         """Chunks sent and not credited."""
         return self._ledger.num_outstanding
 
-    @property
-    def num_slots(self) -> int:
-        """Slots the link holds."""
-        return self._ledger.num_slots
-
     def stalled_for(self) -> float:
         """Return how long the oldest chunk has waited for its credit."""
         with self._wake:

@@ -43,7 +43,6 @@ class SlotPool:
 
 @dataclass(slots=True)
 class _Sent:
-    slot: int
     header: Chunk
     time: float
 
@@ -113,7 +112,7 @@ class SlotLedger:
     def sent(self, header: Chunk, now: float) -> None:
         """The chunk in `header.slot` is on its way."""
         self._held.discard(header.slot)
-        self._sent[header.seq] = _Sent(header.slot, header, now)
+        self._sent[header.seq] = _Sent(header, now)
 
     def credited(self, seq: int, slot: int) -> Chunk:
         """The sink has done with a chunk: its slot is free. Raises ProtocolError for a credit never earned."""
@@ -127,25 +126,23 @@ class SlotLedger:
         self._held.add(slot)
         return header
 
-    def close(self) -> list[Chunk]:
-        """The link is fenced: give every slot back to the rank; return what was outstanding."""
-        outstanding = [sent.header for sent in self._sent.values()]
+    def close(self) -> None:
+        """The link is fenced: give every slot back to the rank."""
         self._sent.clear()
         self._held.clear()
         self._free.clear()
         self._pool.give_back(self._num_slots)
         self._num_slots = 0
-        return outstanding
 
     def validate(self) -> None:
         """Check that every slot is free, held for gathering, or outstanding, exactly once."""
-        sent = [item.slot for item in self._sent.values()]
+        sent = [item.header.slot for item in self._sent.values()]
         everything = sorted([*self._free, *self._held, *sent])
         assert everything == list(range(self._num_slots)), f"slots do not add up: {everything} of {self._num_slots}"
 
     def _take_sent(self, seq: int, slot: int) -> Chunk:
         sent = self._sent.get(seq)
-        if sent is None or sent.slot != slot:
+        if sent is None or sent.header.slot != slot:
             raise ProtocolError(f"a credit for chunk {seq} in slot {slot}, which is not outstanding")
         del self._sent[seq]
         return sent.header

@@ -1,7 +1,7 @@
 """A transfer at its source: events in, instructions out. Pure.
 
     QUEUED ──started──▶ RUNNING ⇄ STREAMING (chunks are on their way) ──all sent──▶ SENT ──commit──▶ COMMITTED
-       └───────────────────┴──────────┴──────────── aborted, failed, link lost ──────┴────▶ FAILED
+       └───────────────────┴──────────┴──────────── aborted, failed, sink gone ──────┴────▶ FAILED
 
 The first terminal event wins. FINAL goes out once, when the first token is known and every chunk has been sent; a sink
 that has its ending with the first token commits early, and what is unsent is dropped.
@@ -132,11 +132,11 @@ class SourceTransfer:
         return [StopWork()] if self._machine.apply(_E.COMMITTED) else []
 
     def aborted(self) -> list[SourceInstruction]:
-        """The sink gave up."""
+        """The sink gave up or is gone, or the engine refused the request."""
         return [StopWork()] if self._machine.apply(_E.FAILED) else []
 
     def failed(self, reason: str) -> list[SourceInstruction]:
-        """Something here failed: engine, link or deadline. The sink learns it (I5, I11)."""
+        """Something here failed: the engine, gathering a chunk, or the deadline. The sink learns it (I5, I11)."""
         return [SendAbort(reason=reason), StopWork()] if self._machine.apply(_E.FAILED) else []
 
     def _finish_sending(self) -> list[SourceInstruction]:

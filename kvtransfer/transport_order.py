@@ -39,7 +39,7 @@ class TransportOrder:
         return awake[0] if awake else min(self._transports, key=lambda kind: self._records[kind].rests_until)
 
     @property
-    def is_everyone_resting(self) -> bool:
+    def are_all_resting(self) -> bool:
         """True if what `choose` returns has failed just now: try it after a pause."""
         now = self._clock.now()
         return all(record.rests_until > now for record in self._records.values())

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from pdserve.cluster.base.errors import ChannelClosedError
+from pdserve.cluster.base.ids import WorkerId
 from pdserve.cluster.base.messages import (
     Failed,
     Message,
@@ -29,6 +30,10 @@ REPORT_INTERVAL_S = 0.1
 class Reporter(Protocol):
     """The worker."""
 
+    @property
+    def worker_id(self) -> WorkerId:
+        """The worker's name."""
+
     def registration(self) -> tuple[WorkerInfo, WorkerLoad, str | None]:
         """Return who this worker is, its load, and the cause if its engine failed."""
 
@@ -43,7 +48,7 @@ class Reporter(Protocol):
 
 
 class ControllerLink:
-    """The worker's end of its channel to the controller: registers, reports, answers for metrics."""
+    """Registers, reports, and answers for metrics and traces."""
 
     def __init__(self, worker: Reporter) -> None:
         self._worker = worker
@@ -66,17 +71,25 @@ class ControllerLink:
             case Peers(workers=workers):
                 self._worker.announce_peers(workers)
             case TraceRequest(query_id=query_id, prefix=prefix):
-                info, _, _ = self._worker.registration()
                 channel.post(
-                    Trace(query_id=query_id, process=f"worker:{info.worker_id}", timelines=self._worker.traces(prefix))
+                    Trace(
+                        query_id=query_id,
+                        process=f"worker:{self._worker.worker_id}",
+                        timelines=self._worker.traces(prefix),
+                    )
                 )
             case MetricsRequest(query_id=query_id):
-                info, _, _ = self._worker.registration()
                 channel.post(
-                    MetricsText(query_id=query_id, process=f"worker:{info.worker_id}", text=self._worker.metrics_text())
+                    MetricsText(
+                        query_id=query_id, process=f"worker:{self._worker.worker_id}", text=self._worker.metrics_text()
+                    )
                 )
             case _:
                 channel.close(f"unexpected {type(message).__name__} from the controller")
+
+    @property
+    def _process(self) -> str:
+        return f"worker:{self._worker.worker_id}"
 
     def channel_closed(self, channel: Channel, reason: str) -> None:
         """See ChannelHandler."""
@@ -84,8 +97,7 @@ class ControllerLink:
 
     def report_failure(self, cause: str) -> None:
         """Tell the controller now; if it is away, registration tells it later."""
-        info, _, _ = self._worker.registration()
-        self._post(Failed(worker_id=info.worker_id, cause=cause))
+        self._post(Failed(worker_id=self._worker.worker_id, cause=cause))
 
     def start_reporting(self) -> None:
         """Begin to send load reports."""

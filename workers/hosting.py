@@ -35,7 +35,7 @@ async def host_worker(
         Path(model_folder),
         config.engine_of(role),
         max_model_len=config.model.max_model_len,
-        num_threads=config.engine_threads,
+        num_threads=config.threads_of(role),
         clock=clock,
         promised_share=config.transfer.promised_share,
     )

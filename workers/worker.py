@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pdserve.cluster.base.clock import Clock
 from pdserve.cluster.base.config import TransferConfig
 from pdserve.cluster.base.errors import ChannelClosedError, InvalidRequestError, OverloadedError, ProtocolError
-from pdserve.cluster.base.ids import RequestId
+from pdserve.cluster.base.ids import RequestId, WorkerId
 from pdserve.cluster.base.messages import (
     Abort,
     Busy,
@@ -107,7 +107,6 @@ class Worker:
             worker_id=info.worker_id,
             incarnation=info.incarnation,
             numerics_digest=info.numerics_digest,
-            host=self._settings.host,
             config=self._settings.transfer,
             channel=self._settings.channel,
             copiers=self._settings.copiers,
@@ -167,6 +166,12 @@ class Worker:
     def traces(self, prefix: str) -> tuple[str, ...]:
         """Return the timelines of a client request."""
         return self._timelines.matching(prefix)
+
+    @property
+    def worker_id(self) -> WorkerId:
+        """The worker's name."""
+        assert self._info is not None, "there is one after start"
+        return self._info.worker_id
 
     def registration(self) -> tuple[WorkerInfo, WorkerLoad, str | None]:
         """Return who this worker is, its load, and the cause if its engine failed."""

@@ -136,8 +136,8 @@ class TransferConfig(_Section):
     """The KV hand-off from prefill to decode workers."""
 
     transports: tuple[TransportKind, ...] = Field(default=(TransportKind.SHM, TransportKind.TCP), min_length=1)
-    """In this order; a link takes the first that both sides can use, and goes on over the next one if it breaks (shm:
-    same machine and user; nixl: the `nixl` package and its backend; torch_dist: Gloo)."""
+    """In this order; a link takes the first that both sides can use, and when it breaks its transfers go on over the
+    next one (shm: same machine and user; nixl: the `nixl` package and its backend; torch_dist: Gloo)."""
     nixl_backend: str = "UCX"
     """Backend of NIXL. UCX is tested, over host memory; others are passed through by name."""
     slot_bytes: int = Field(default=4 << 20, ge=64 << 10, le=1 << 30)
@@ -147,7 +147,7 @@ class TransferConfig(_Section):
     max_slots_per_link: int = Field(default=4, ge=1)
     """Slots that a busy link may hold. More do not make it faster once they no longer fit the processor's cache."""
     max_slots: int = Field(default=64, ge=1)
-    """Slots that all links of a prefill worker may hold; a link beyond that is refused."""
+    """Slots that all links of a prefill worker may hold; a link beyond that waits until there is room."""
     promised_share: float = Field(default=0.25, gt=0, le=1)
     """Part of a decode worker's KV pool that may be promised to prefills that have not started."""
     stall_s: float = Field(default=2.0, gt=0)
@@ -182,7 +182,8 @@ class WorkersConfig(_Section):
     """Settings of `engine` that differ for a role, for example `decode: {kv_dtype: int8, block_size: 32}`: KV is
     converted on its way."""
     decode_batch_tokens: int = Field(default=128, ge=1)
-    """Token budget of a decode worker's step: bounds what a prompt that it computes itself costs its streams."""
+    """Token budget of a decode worker's step, unless `engine` here sets one: bounds what a prompt that it computes
+    itself costs its streams."""
     num_cpus: float = Field(default=1.0, gt=0)
     """CPUs that Ray reserves for a worker."""
     start_timeout_s: float = Field(default=300.0, gt=0)
@@ -302,7 +303,7 @@ class DeploymentConfig(_Section):
 
     @model_validator(mode="after")
     def _role_engines_are_right(self) -> "DeploymentConfig":
-        for role, changes in self.workers.engine.items():
+        for role in self.workers.engine:
             try:
                 engine = self.engine_of(role)
             except ValidationError as error:
@@ -310,26 +311,25 @@ class DeploymentConfig(_Section):
                 path = ".".join(str(part) for part in ("workers.engine", role.value, *first["loc"]))
                 message = first["msg"]
                 if first["type"] == "extra_forbidden":
-                    message = f"unknown key; known keys: {', '.join(EngineConfig.model_fields)}"
+                    message = _unknown(str(first["loc"][-1]), EngineConfig)
                 raise ValueError(f"{path}: {message}") from error
-            if engine.device != self.engine.device and "device" in changes:
+            if engine.device != self.engine.device:
                 raise ValueError(f"workers.engine.{role.value}.device: all workers run on one device (engine.device)")
         return self
 
     def engine_of(self, role: Role) -> EngineConfig:
         """Return the engine section of a role: with what differs for it, and a decode worker's smaller steps."""
-        engine = self.engine
-        if role in self.workers.engine:
-            engine = EngineConfig.model_validate({**engine.model_dump(), **self.workers.engine[role]})
-        if role is not Role.DECODE:
+        engine, changes = self.engine, self.workers.engine.get(role, {})
+        if changes:
+            engine = EngineConfig.model_validate({**engine.model_dump(), **changes})
+        if role is not Role.DECODE or "max_batch_tokens" in changes:
             return engine
         budget = min(engine.max_batch_tokens, self.workers.decode_batch_tokens)
         return engine.model_copy(update={"max_batch_tokens": budget})
 
-    @property
-    def engine_threads(self) -> int:
-        """Threads of a worker's engine, at least one."""
-        return self.engine.num_threads or max(1, int(self.workers.num_cpus))
+    def threads_of(self, role: Role) -> int:
+        """Return the threads of the engine of a role's workers, at least one."""
+        return self.engine_of(role).num_threads or max(1, int(self.workers.num_cpus))
 
 
 def load_config(path: Path | None, overrides: Mapping[str, str] | None = None) -> DeploymentConfig:
@@ -389,16 +389,18 @@ def _section_at(path: tuple[str | int, ...]) -> type[BaseModel] | None:
     return section
 
 
+def _unknown(key: str, section: type[BaseModel] | None) -> str:
+    known = list(section.model_fields) if section is not None else []
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return "unknown key; " + (f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}")
+
+
 def _explain(error: ValidationError) -> str:
     lines = []
     for item in error.errors():
         path = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            section = _section_at(item["loc"][:-1])
-            known = list(section.model_fields) if section is not None else []
-            near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
-            lines.append(f"{path}: unknown key; {hint}")
+            lines.append(f"{path}: {_unknown(str(item['loc'][-1]), _section_at(item['loc'][:-1]))}")
         else:
             message = item["msg"].removeprefix("Value error, ")
             names_itself = not path or message.startswith(path)

@@ -165,7 +165,10 @@ class TransferMetrics:
         # On both sides.
         self.stale = counter("stale_messages", "Messages for a transfer that had ended, or for another life.")
         self.fences = counter("link_fences", "Links that were closed and fenced.")
-        self.demotions = counter("link_demotions", "Transports given up for the next one when a link opened.")
+        self.demotions = counter(
+            "link_demotions",
+            "Transports put to rest for a minute or more: one that never opened, or broke three times.",
+        )
 
 
 def merge_metrics(parts: dict[str, str]) -> str:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -21,6 +21,13 @@ class BackgroundTasks:
         self._tasks.add(task)
         task.add_done_callback(self._done)
         return task
+
+    def guarded(self, act: Callable[..., None], *arguments: object) -> None:
+        """Call `act`; a failure is logged: the barrier of a task that does several things, one after the other."""
+        try:
+            act(*arguments)
+        except Exception:
+            logger.exception("background work of %s failed", self._owner)
 
     async def wait(self) -> None:
         """Return when all have ended."""

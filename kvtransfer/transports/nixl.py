@@ -6,8 +6,8 @@ memory here); others are passed through by name, untested.
 
 NIXL has no event to wait for and no way to abort a write:
 
-- One *poller* thread per agent looks for notifications: every 50 µs to 2 ms while the worker expects chunks, else every
-  50 ms (idle tests come without warning). A writer polls its own write.
+- One *poller* thread per agent looks for notifications: every 50 µs to 0.5 ms while the worker expects chunks, else
+  every 50 ms (idle tests come without warning). A writer polls its own write.
 - A write that was begun may still store after its link is given up. So a fenced landing region loses its pages and its
   access rights but keeps its addresses for as long as the process lives: nobody else's memory is ever there. The
   source keeps the buffer of a write that has not ended.
@@ -38,7 +38,8 @@ MAX_METADATA_BYTES = 1 << 20
 MIN_WRITE_BYTES = 16 << 10
 POLL_MIN_S, POLL_MAX_S = 50e-6, 0.5e-3
 PARKED_POLL_S = 50e-3
-WRITE_POLL_MAX_S = 1e-3
+QUICK_POLLS, WRITE_POLL_MAX_S = 20, 1e-3
+"""A write is looked at so often without a pause: small ones end within microseconds."""
 LAST_WRITE_S = 2.0
 """How long a closing link waits for the write in hand."""
 _MEMORY = "DRAM"
@@ -49,7 +50,7 @@ OnFailure = Callable[[str], None]
 
 
 class NixlAgent:
-    """The NIXL agent of one worker, made when its first link needs it. Callable from any thread."""
+    """The NIXL agent of one worker, made by `prepare`, else when its first link needs it. Callable from any thread."""
 
     def __init__(self, backend: str = "UCX", is_receiving: Callable[[], bool] = lambda: False) -> None:
         """`is_receiving` is called by the poller: True while chunks are expected soon."""
@@ -266,7 +267,7 @@ class NixlSender:
         self._handles: tuple[Any, Any] | None = None
         self._to_release: list[Any] = []
         self._pending: Any = None
-        self._pause_s = POLL_MIN_S
+        self._num_polls = 0
         self.address = "nixl"
 
     async def wait_attached(self, answer: str) -> None:
@@ -303,7 +304,7 @@ class NixlSender:
             library.transfer(self._pending)
         except Exception as error:  # the binding raises types of its own
             raise BrokenPipeError(f"a NIXL write failed: {error}") from error
-        self._pause_s = POLL_MIN_S
+        self._num_polls = 0
 
     def progress(self) -> float | None:
         """See SendTransport: NIXL moves a write only while somebody looks at it."""
@@ -318,8 +319,9 @@ class NixlSender:
         except Exception as error:  # the binding raises types of its own
             raise BrokenPipeError(f"a NIXL write failed: {error}") from error
         if state == "PROC":
-            pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, WRITE_POLL_MAX_S)
-            return pause_s
+            self._num_polls += 1
+            late = self._num_polls - QUICK_POLLS
+            return 0.0 if late < 0 else min(POLL_MIN_S * 2**late, WRITE_POLL_MAX_S)
         if state != "DONE":
             raise BrokenPipeError(f"a NIXL write ended in state {state}")
         return None

@@ -60,10 +60,10 @@ class ReceiveTransport(Protocol):
         """Return the landed bytes of a slot; valid until the slot is credited."""
 
     def close(self) -> None:
-        """Break the link. Nothing lands any more; bodies stay valid until `free`."""
+        """Break the link: nothing that lands is announced any more; bodies stay valid until `free`."""
 
     async def free(self) -> None:
-        """Return the memory. Nobody may use a body any more (the link is fenced)."""
+        """Return the memory. Nobody may use a body any more (the link is fenced). May be called twice."""
 
 
 OnChunk = Callable[[Chunk], None]

@@ -6,7 +6,6 @@ memory. So no fence is needed: when the connection is closed nobody writes any m
 
 import asyncio
 import logging
-import mmap
 import socket
 import threading
 
@@ -15,7 +14,9 @@ from pdserve.cluster.base.errors import ProtocolError
 from pdserve.cluster.base.handshake import SocketStream, greet_as_client, greet_as_server
 from pdserve.cluster.base.transfer_messages import Chunk
 from pdserve.kvtransfer.slots import LandingSlots
+from pdserve.kvtransfer.transports.endpoint import format_endpoint, parse_endpoint
 from pdserve.kvtransfer.transports.protocol import OnBroken, OnChunk
+from pdserve.kvtransfer.transports.slot_buffers import SlotBuffers
 
 logger = logging.getLogger(__name__)
 
@@ -114,13 +115,12 @@ class TcpSender:
     def __init__(self, listener: TcpListener, key: str, *, slot_bytes: int) -> None:
         self._listener = listener
         self._key = key
-        self._slot_bytes = slot_bytes
         self._connected = listener.expect(key)
         self._socket: socket.socket | None = None
-        self._buffers: dict[int, memoryview] = {}
+        self._buffers = SlotBuffers(slot_bytes)
         self._codec = Codec()
         self._is_closed = False
-        self.address = f"{listener.host}|{listener.port}|{key}"
+        self.address = format_endpoint(listener.host, listener.port, key)
 
     async def wait_attached(self, answer: str) -> None:
         """See SendTransport."""
@@ -136,9 +136,7 @@ class TcpSender:
 
     def buffer(self, slot: int) -> memoryview:
         """See SendTransport."""
-        if slot not in self._buffers:
-            self._buffers[slot] = memoryview(mmap.mmap(-1, self._slot_bytes))
-        return self._buffers[slot]
+        return self._buffers.view(slot)
 
     def send(self, header: Chunk) -> None:
         """See SendTransport."""
@@ -159,8 +157,7 @@ class TcpSender:
 
     def trim(self, num_slots: int) -> None:
         """See SendTransport."""
-        for slot in [slot for slot in self._buffers if slot >= num_slots]:
-            del self._buffers[slot]
+        self._buffers.trim(num_slots)
 
     def close(self) -> None:
         """See SendTransport."""
@@ -171,7 +168,7 @@ class TcpSender:
 
     def free(self) -> None:
         """See SendTransport."""
-        self._buffers.clear()
+        self._buffers.trim(0)
         if self._connected.done() and not self._connected.cancelled():
             self._connected.result().close()
 
@@ -187,20 +184,14 @@ class TcpReceiver:
         self._landing_slots = slots
         self._on_chunk = on_chunk
         self._on_broken = on_broken
-        self._slots: dict[int, memoryview] = {}
+        self._slots = SlotBuffers(slots.slot_bytes)
         self._codec = Codec()
         self._socket: socket.socket | None = None
         self._thread = threading.Thread(target=self._read, name="tcp link", daemon=True)
 
     async def attach(self) -> None:
         """See ReceiveTransport."""
-        try:
-            host, port_text, key = self._address.split("|")
-            port = int(port_text)
-        except ValueError as error:
-            raise ProtocolError(f"tcp address {self._address!r} is malformed") from error
-        if not 0 < port < 1 << 16:
-            raise ProtocolError(f"tcp address {self._address!r} has no such port")
+        host, port, key = parse_endpoint("tcp", self._address)
         loop = asyncio.get_running_loop()
         connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         connection.setblocking(False)
@@ -226,7 +217,7 @@ class TcpReceiver:
 
     def body(self, slot: int, num_bytes: int) -> memoryview:
         """See ReceiveTransport."""
-        return self._slots[slot][:num_bytes]
+        return self._slots.view(slot)[:num_bytes]
 
     def close(self) -> None:
         """See ReceiveTransport."""
@@ -237,7 +228,7 @@ class TcpReceiver:
         """See ReceiveTransport."""
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
-        self._slots.clear()
+        self._slots.trim(0)
 
     def _read(self) -> None:
         assert self._socket is not None
@@ -267,9 +258,7 @@ class TcpReceiver:
 
     def _landing(self, header: Chunk) -> memoryview:
         self._landing_slots.occupy(header)
-        if header.slot not in self._slots:
-            self._slots[header.slot] = memoryview(mmap.mmap(-1, self._landing_slots.slot_bytes))
-        return self._slots[header.slot][: header.num_bytes]
+        return self._slots.view(header.slot)[: header.num_bytes]
 
 
 def _prepare(connection: socket.socket) -> None:

@@ -16,7 +16,6 @@ addresses, under keys that only the two workers know.
 
 import asyncio
 import logging
-import mmap
 import queue
 import secrets
 import socket
@@ -26,10 +25,11 @@ from typing import Any
 
 import torch
 
-from pdserve.cluster.base.errors import ProtocolError
 from pdserve.cluster.base.transfer_messages import Chunk
 from pdserve.kvtransfer.slots import LandingSlots
+from pdserve.kvtransfer.transports.endpoint import format_endpoint, parse_endpoint
 from pdserve.kvtransfer.transports.protocol import OnBroken, OnChunk
+from pdserve.kvtransfer.transports.slot_buffers import SlotBuffers
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,6 @@ class TorchStore:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._host = ""
         self._store: Any = None
         self.port = 0
 
@@ -120,7 +119,10 @@ class _Pair:
             raise OSError(f"the pair is broken: {error}") from error
 
     def abort(self) -> None:
-        """End every operation, here and at the other end; when it returns nothing touches their buffers."""
+        """End the operations, here and at the other end.
+
+        A receive whose body is half here may outlive this, until its own time-out.
+        """
         with self._lock:
             if self._is_aborted:
                 return
@@ -137,27 +139,9 @@ class _Pair:
             raise OSError(f"the pair is broken: {error}") from error
 
 
-class _Slots:
-    """Buffers, made when they are first used."""
-
-    def __init__(self, slot_bytes: int) -> None:
-        self._slot_bytes = slot_bytes
-        self._views: dict[int, memoryview] = {}
-
-    def view(self, slot: int) -> memoryview:
-        """Return the bytes of a slot."""
-        if slot not in self._views:
-            self._views[slot] = memoryview(mmap.mmap(-1, self._slot_bytes))
-        return self._views[slot]
-
-    def tensor(self, slot: int, num_bytes: int) -> torch.Tensor:
-        """Return the first bytes of a slot as the library takes them."""
-        return torch.frombuffer(self.view(slot), dtype=torch.uint8)[:num_bytes]
-
-    def trim(self, num_slots: int) -> None:
-        """Forget the slots from `num_slots` on."""
-        for slot in [slot for slot in self._views if slot >= num_slots]:
-            del self._views[slot]
+def _tensor(slots: SlotBuffers, slot: int, num_bytes: int) -> torch.Tensor:
+    """Return the first bytes of a slot as the library takes them."""
+    return torch.frombuffer(slots.view(slot), dtype=torch.uint8)[:num_bytes]
 
 
 class TorchDistSender:
@@ -167,13 +151,13 @@ class TorchDistSender:
 
     def __init__(self, store: TorchStore, host: str, *, slot_bytes: int) -> None:
         """Raises OSError if torch.distributed cannot be used here."""
-        self._slots = _Slots(slot_bytes)
+        self._slots = SlotBuffers(slot_bytes)
         self._is_closed = False
         self._pair: _Pair | None = None
         self._error: OSError | None = None
         self._sent: dict[int, Any] = {}
         served, key = store.get(host), secrets.token_hex(KEY_BYTES)
-        self.address = f"{host}|{store.port}|{key}"
+        self.address = format_endpoint(host, store.port, key)
         # The other end cannot attach before this one waits for it.
         self._meeting = threading.Thread(target=self._meet, args=(served, key, host), name="torch_dist", daemon=True)
         self._meeting.start()
@@ -200,7 +184,7 @@ class TorchDistSender:
         """See SendTransport: posts the send. The one before it from the same slot has gone: it was credited."""
         if self._pair is None or self._is_closed:
             raise BrokenPipeError("the link is closed")
-        self._sent[header.slot] = self._pair.send(self._slots.tensor(header.slot, header.num_bytes))
+        self._sent[header.slot] = self._pair.send(_tensor(self._slots, header.slot, header.num_bytes))
 
     def progress(self) -> float | None:
         """See SendTransport: the library has threads of its own."""
@@ -239,20 +223,14 @@ class TorchDistReceiver:
         self._landing_slots = slots
         self._on_chunk = on_chunk
         self._on_broken = on_broken
-        self._slots = _Slots(slots.slot_bytes)
+        self._slots = SlotBuffers(slots.slot_bytes)
         self._pair: _Pair | None = None
         self._headers: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._receive, name="torch_dist link", daemon=True)
 
     async def attach(self) -> None:
         """See ReceiveTransport."""
-        try:
-            host, port_text, key = self._address.split("|")
-            port = int(port_text)
-        except ValueError as error:
-            raise ProtocolError(f"torch_dist address {self._address!r} is malformed") from error
-        if not 0 < port < 1 << 16:
-            raise ProtocolError(f"torch_dist address {self._address!r} has no such port")
+        host, port, key = parse_endpoint("torch_dist", self._address)
         self._pair = await asyncio.to_thread(self._meet, host, port, key)
         self._thread.start()
 
@@ -287,7 +265,7 @@ class TorchDistReceiver:
         assert self._pair is not None, "the thread starts with it"
         try:
             while (header := self._headers.get()) is not None:
-                self._pair.receive(self._slots.tensor(header.slot, self._landing_slots.slot_bytes), self._stall_s)
+                self._pair.receive(_tensor(self._slots, header.slot, self._landing_slots.slot_bytes), self._stall_s)
                 self._on_chunk(header)
         except OSError as error:
             self._on_broken(str(error))

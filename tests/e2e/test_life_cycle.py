@@ -8,6 +8,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -65,10 +66,26 @@ def test_an_up_leaves_nothing_however_it_ends(cli: Cli, tiny_checkpoints: dict[s
         assert cli.run("down", "--name", name).stderr == f"no deployment {name!r} is recorded here\n"
 
 
-def test_what_a_crashed_head_left_is_swept(cli: Cli, tiny_checkpoints: dict[str, Path]) -> None:
+UNLIKE = (
+    *("--set", "transfer.transports=[torch_dist, nixl, tcp]"),
+    *("--set", "workers.engine.decode.kv_dtype=int8", "--set", "workers.engine.decode.block_size=32"),
+)
+
+
+def test_workers_that_hold_kv_unlike_serve_over_gloo_and_what_their_crashed_head_left_is_swept(
+    cli: Cli, tiny_checkpoints: dict[str, Path]
+) -> None:
     before = Traces()
-    up = cli.run("up", "--model", str(tiny_checkpoints["llama"]), *TINY, "--detach")
+    up = cli.run("up", "--model", str(tiny_checkpoints["llama"]), *TINY, *APART, *UNLIKE, "--detach")
     assert up.returncode == 0, up.stderr
+    url = json.loads(cli.run("status", "--name", "tiny", "--json").stdout)["url"]
+    body = {"model": "llama", "prompt": list(range(20, 90)), "max_tokens": 5, "ignore_eos": True}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 5
+    shown = cli.run("status", "--name", "tiny").stdout
+    assert "torch_dist" in shown
+    assert "tolerance class: kv_dtype float32 there, int8 here" in shown
     record = json.loads((Path(cli.environment["PDSERVE_STATE_DIR"]) / "tiny.json").read_text())
     os.kill(record["head_pid"], signal.SIGKILL)
     wait_for(lambda: cli.run("status", "--name", "tiny").returncode != 0, "the head is gone", 20.0)

@@ -57,13 +57,12 @@ class FaultySender:
 
     carries_headers = True
 
-    def __init__(self, shared: "FaultyTransports", kind: TransportKind, key: str) -> None:
+    def __init__(self, shared: "FaultyTransports", key: str) -> None:
         self.address = key
         self.owner = OWNER.get()
         self.receiver: FaultyReceiver | None = None
         self.is_closed = False
         self._shared = shared
-        self._kind = kind
         self._loop = asyncio.get_running_loop()
         self._buffers: dict[int, bytearray] = {}
         self._held: tuple[Chunk, bytes] | None = None
@@ -223,8 +222,6 @@ class FaultyReceiver:
 class FaultyTransports:
     """See Transports. All workers of a test share `senders`."""
 
-    senders: dict[str, FaultySender]
-
     def __init__(
         self, config: TransferConfig, faults: Faults, network: Network, senders: dict[str, FaultySender]
     ) -> None:
@@ -246,7 +243,7 @@ class FaultyTransports:
         """See Transports."""
         if name not in list(self.config.transports) or TransportKind(name) in self.faults.refused:
             raise ProtocolError(f"transport {name!r} is not offered here")
-        sender = FaultySender(self, TransportKind(name), f"{OWNER.get()}/{key}")
+        sender = FaultySender(self, f"{OWNER.get()}/{key}")
         self.senders[sender.address] = sender
         return sender
 

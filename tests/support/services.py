@@ -77,11 +77,14 @@ async def running_worker(
     def describe(endpoint: Endpoint) -> WorkerInfo:
         return make_info(WorkerId(name), endpoint=reach(endpoint), incarnation=incarnation)
 
+    copiers = tuple(map(make_copier, stores))
+    for copier in copiers:
+        copier.warm_up()
     settings = WorkerSettings(
         host="127.0.0.1",
         channel=CHANNEL,
         transfer=transfer or TransferConfig(slot_bytes=64 << 10),
-        copiers=tuple(map(make_copier, stores)),
+        copiers=copiers,
         max_waiting=256,
         clock=clock or SystemClock(),
     )

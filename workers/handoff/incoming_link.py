@@ -89,7 +89,7 @@ class IncomingLink:
         return 0 if self._slots is None else len(self._slots)
 
     def break_off(self) -> None:
-        """Nothing lands any more; `fence` completes it."""
+        """Nothing that lands counts any more; `fence` completes it."""
         self.life.apply(LinkEvent.LOST)
         if self._receiver is not None:
             self._receiver.close()

@@ -6,7 +6,6 @@ and the clock around it. What becomes of the request is its owner's business.
 
 import asyncio
 import logging
-from collections.abc import Callable
 from itertools import count
 from typing import Protocol
 
@@ -174,14 +173,9 @@ class IncomingTransfers:
             self._metrics.failovers.inc()
 
     def peer_lost(self, peer: SourcePeer, reason: str) -> None:
-        """See PeerEvents."""
-        self.end_all(peer, reason)
-
-    def end_all(self, peer: SourcePeer, cause: str) -> None:
-        """End every transfer of a source."""
+        """See PeerEvents: every transfer of the source ends."""
         for prefill in self._of(peer):
-            if prefill.present is not None:
-                self._execute(prefill, prefill.present.machine.failed(cause, tell_source=True))
+            self.fail(prefill, reason)
 
     def _of(self, peer: SourcePeer) -> list[RemotePrefill]:
         transfers = self._transfers.values()
@@ -212,8 +206,6 @@ class IncomingTransfers:
                 self._with(transfer, lambda present: present.machine.failed(reason, tell_source=False))
             case Progress():
                 self._progressed(peer, message)
-            case _:
-                raise ProtocolError(f"unexpected {type(message).__name__} from a source")
 
     def _is_from(self, peer: SourcePeer, message: Message) -> bool:
         """True if the message is about a transfer that this peer serves now. Raises ProtocolError for other kinds."""
@@ -398,18 +390,12 @@ class IncomingTransfers:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
+            # One check that fails does not cost the others (I6).
             for transfer, limit_s in self._reaper.overdue():
-                self._guarded(self._fail_overdue, transfer, limit_s)
+                self._tasks.guarded(self._fail_overdue, transfer, limit_s)
             for peer in self.peers.all():
                 if not self._of(peer):
-                    self._guarded(peer.prefer_better)
-
-    def _guarded(self, act: Callable[..., None], *arguments: object) -> None:
-        """The barrier of the deadline task: one check that fails does not cost the others (I6)."""
-        try:
-            act(*arguments)
-        except Exception:
-            logger.exception("a check of the sink failed")
+                    self._tasks.guarded(peer.prefer_better)
 
     def _fail_overdue(self, transfer: TransferId, limit_s: float) -> None:
         cause = f"no progress for {limit_s:.1f} s"

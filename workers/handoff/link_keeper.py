@@ -129,11 +129,11 @@ class LinkKeeper:
 
     def _ask(self, transport: TransportKind) -> IncomingLink:
         link = IncomingLink(self._draw_link_no(), self.stream_no, transport, self._pair.incarnation, self._landing)
-        self._loop.call_later(OPEN_TIMEOUT_S, self._opened_in_time, link)
+        self._loop.call_later(OPEN_TIMEOUT_S, self._give_up_unless_open, link)
         self._pair.post(OpenLink(link_no=link.link_no, stream_no=self.stream_no, transport=transport.value))
         return link
 
-    def _opened_in_time(self, link: IncomingLink) -> None:
+    def _give_up_unless_open(self, link: IncomingLink) -> None:
         if link.life.state in (LinkState.OPENING, LinkState.TESTING):
             self._give_up(link, "it did not open in time")
 
@@ -257,7 +257,7 @@ class LinkKeeper:
         if self._candidate is not None:
             self.link, self._candidate = self._candidate, None
             return
-        if not (is_temporary or self._order.is_everyone_resting):
+        if not (is_temporary or self._order.are_all_resting):
             self.open()
             return
         if was_refused:

@@ -36,7 +36,7 @@ class OutgoingLink:
         self.channel = channel
         self.life = LinkLife()
         self.num_bytes = 0
-        self._is_awaited = False
+        self._has_attached = False
         self.used_time = settings.clock.now()
         config = settings.config
         ledger = SlotLedger(pool, base=config.base_slots, most=config.max_slots_per_link)
@@ -69,11 +69,11 @@ class OutgoingLink:
             num_slots=settings.config.max_slots_per_link,
         )
 
-    def expect_test(self) -> None:
+    def note_attached(self) -> None:
         """The sink says that it has attached. Raises ProtocolError if it said so before."""
-        if self._is_awaited:
+        if self._has_attached:
             raise ProtocolError(f"link {self.link_no} was attached to twice")
-        self._is_awaited = True
+        self._has_attached = True
 
     async def begin_test(self, answer: str) -> None:
         """The sink has attached: start the sender and let it send the test pattern. Raises OSError or ProtocolError."""

@@ -16,7 +16,7 @@ GIVE_BACK_S = 1.0
 """A link that was idle this long returns what it borrowed. At once would cost page faults with each burst."""
 TEST_BYTES = 64 << 10
 MAX_FAILOVERS = 2
-"""A transfer that loses more links than this ends: its KV may be what breaks them."""
+"""A transfer that loses more links of one stream than this ends: its KV may be what breaks them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,6 @@ class HandoffSettings:
     worker_id: WorkerId
     incarnation: Incarnation
     numerics_digest: str
-    host: str
     config: TransferConfig
     channel: ChannelSettings
     copiers: tuple[BlockCopier, ...]

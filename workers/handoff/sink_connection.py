@@ -123,7 +123,7 @@ class SinkConnection:
         link = self._links.get(link_no)
         if link is None:
             return  # it was closed meanwhile
-        link.expect_test()
+        link.note_attached()
         self._tasks.start(self._test(link, answer))
 
     async def _test(self, link: OutgoingLink, answer: str) -> None:

@@ -83,7 +83,7 @@ class SinkService:
     @property
     def is_idle(self) -> bool:
         """True if no request, binding, deadline or occupied slot is left (I16)."""
-        return not (self._prefills or self._waiting) and self._transfers.is_idle
+        return not self._prefills and self._transfers.is_idle
 
     def links(self) -> tuple[LinkView, ...]:
         """Return every link, for status."""
@@ -99,9 +99,9 @@ class SinkService:
     # Prefill workers.
 
     def announce(self, workers: Sequence[WorkerInfo]) -> None:
-        """Keep a link to each of these prefill workers, and to no other; transfers of those that left end."""
+        """Keep links to each of these prefill workers, and to no other; transfers of those that left end."""
         for peer in self._peers.announce(workers):
-            self._transfers.end_all(peer, f"worker {peer.info.worker_id} was removed")
+            self._transfers.peer_lost(peer, f"worker {peer.info.worker_id} was removed")
 
     # Requests.
 

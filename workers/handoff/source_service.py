@@ -7,7 +7,7 @@ the shell between channels, engine thread and links.
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -383,21 +383,15 @@ class SourceService:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
+            # One check that fails does not cost the others (I6).
             for transfer, limit_s in self._reaper.overdue():
-                self._guarded(self._fail_overdue, transfer, limit_s)
+                self._tasks.guarded(self._fail_overdue, transfer, limit_s)
             for sink in list(self._sinks.values()):
                 for link in sink.links():
-                    self._guarded(sink.check, link)
+                    self._tasks.guarded(sink.check, link)
             self._num_ticks += 1
             if self._num_ticks % round(PROGRESS_S / TICK_S) == 0:
-                self._guarded(self._post_progress)
-
-    def _guarded(self, act: Callable[..., None], *arguments: object) -> None:
-        """The barrier of the deadline task: one check that fails does not cost the others (I6)."""
-        try:
-            act(*arguments)
-        except Exception:
-            logger.exception("a check of the source failed")
+                self._tasks.guarded(self._post_progress)
 
     def _fail_overdue(self, transfer: TransferId, limit_s: float) -> None:
         self._with(transfer, lambda outgoing: outgoing.machine.failed(f"not done in {limit_s:g} s"))

@@ -7,7 +7,7 @@ UMAC's NH hash does (Black, Halevi, Krawczyk, Krovetz, Rogaway 1999); keys follo
 the GIL and are not parallel: transport threads call them beside the engine's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -25,6 +25,7 @@ UInt64 = NDArray[np.uint64]
 
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
+_Kernel = Callable[..., Any]
 _KINDS = {KVDtype.FLOAT32: FLOAT32, KVDtype.FLOAT16: FLOAT16, KVDtype.INT8: INT8}
 _ROW_SALT = np.uint64(0x9E3779B97F4A7C15)
 
@@ -171,18 +172,20 @@ def _words(layer: torch.Tensor) -> UInt64:
 class BlockCopier:
     """Gathers from, and scatters into, the blocks of one rank's KV store on CPU.
 
-    Raises ConfigError for a KV that it cannot move.
+    `blocks` is a request's table in the chunk's group, int32 [blocks]; a body has num_layers * 2 * num_tokens *
+    num_heads rows of the wire dtype.
     """
 
     def __init__(self, store: KVStore) -> None:
+        """Raises ConfigError for a KV that it cannot move."""
         self._layout: KVLayout = store.layout
         if store.layout.row_bytes % 8:
             raise ConfigError(f"KV cannot be moved: {store.layout.row_bytes} bytes per head are no multiple of 8")
-        self._keys = _draw_keys(store.layout.row_bytes // 8)
         self._store = store
         self._kv_dtype = KVDtype(store.layout.kv_dtype)
-        self._first_head, self._end_head = store.layout.heads_of(store.rank)
-        self._keys_of: dict[KVDtype, UInt64] = {}
+        self._first_head, _ = store.layout.heads_of(store.rank)
+        self._keys_of = {kind: _draw_keys(kind.row_bytes(store.layout.head_dim) // 8) for kind in KVDtype}
+        self._keys = self._keys_of[self._kv_dtype]
         self._layers = [_words(store.layer(index)) for index in range(store.layout.num_layers)]
 
     @property
@@ -190,50 +193,34 @@ class BlockCopier:
         """The layout of the store."""
         return self._layout
 
-    def holds(self, chunk: ChunkRange) -> bool:
-        """True if the heads of the chunk are in this rank's store."""
-        return self._first_head <= chunk.first_head and chunk.end_head <= self._end_head
-
     def gather(self, chunk: ChunkRange, blocks: Int32, body: memoryview, wire_dtype: KVDtype) -> int:
-        """Copy the chunk's KV into `body`; return its checksum. `blocks` is the request's table in that group."""
-        words = np.frombuffer(body, np.uint64)
-        if wire_dtype != self._kv_dtype:
-            self._move_converted(chunk, blocks, words, wire_dtype, is_gather=True)
-            return int(_checksum(words, self._wire_keys(wire_dtype)))
-        total, offset, heads = 0, 0, self._heads_of(chunk)
-        for layer in self._layers_of(chunk):
-            total += int(_gather(layer, blocks, chunk.first_token, chunk.end_token, *heads, words, offset, self._keys))
-            offset += len(words) // chunk.num_layers
-        return total % 2**64
+        """Copy the chunk's KV into `body`; return its checksum."""
+        return self._move(_gather, _gather_converted, chunk, blocks, body, wire_dtype)
 
     def scatter(self, chunk: ChunkRange, blocks: Int32, body: memoryview, wire_dtype: KVDtype) -> int:
         """Copy `body` into the chunk's blocks; return its checksum."""
+        return self._move(_scatter, _scatter_converted, chunk, blocks, body, wire_dtype)
+
+    def _move(
+        self, copy: _Kernel, convert: _Kernel, chunk: ChunkRange, blocks: Int32, body: memoryview, wire_dtype: KVDtype
+    ) -> int:
         words = np.frombuffer(body, np.uint64)
+        parts = words.reshape(chunk.num_layers, -1)
+        first_head, end_head = chunk.first_head - self._first_head, chunk.end_head - self._first_head
+        ends = chunk.first_token, chunk.end_token, first_head, end_head
+        numbers = self._layout.groups[chunk.group].layers[chunk.first_layer : chunk.end_layer]
         if wire_dtype != self._kv_dtype:
-            self._move_converted(chunk, blocks, words, wire_dtype, is_gather=False)
-            return int(_checksum(words, self._wire_keys(wire_dtype)))
-        total, offset, heads = 0, 0, self._heads_of(chunk)
-        for layer in self._layers_of(chunk):
-            total += int(_scatter(layer, blocks, chunk.first_token, chunk.end_token, *heads, words, offset, self._keys))
-            offset += len(words) // chunk.num_layers
+            size = self._layout.head_dim
+            rows = (2, chunk.num_tokens, chunk.num_heads, wire_dtype.row_bytes(size))
+            kinds = _KINDS[self._kv_dtype], _KINDS[wire_dtype]
+            for number, part in zip(numbers, parts, strict=True):
+                views = *_views(self._layers[number]), *_views(part.view(np.int8).reshape(rows))
+                convert(*views, blocks, *ends, *kinds, size)
+            return int(_checksum(words, self._keys_of[wire_dtype]))
+        total = 0
+        for place, number in enumerate(numbers):
+            total += int(copy(self._layers[number], blocks, *ends, words, place * parts.shape[1], self._keys))
         return total % 2**64
-
-    def _wire_keys(self, wire_dtype: KVDtype) -> UInt64:
-        if wire_dtype not in self._keys_of:
-            self._keys_of[wire_dtype] = _draw_keys(wire_dtype.row_bytes(self._layout.head_dim) // 8)
-        return self._keys_of[wire_dtype]
-
-    def _move_converted(
-        self, chunk: ChunkRange, blocks: Int32, words: UInt64, wire_dtype: KVDtype, *, is_gather: bool
-    ) -> None:
-        flat = words.view(np.int8)
-        row_bytes = wire_dtype.row_bytes(self._layout.head_dim)
-        body = flat.reshape(chunk.num_layers, 2, chunk.num_tokens, chunk.num_heads, row_bytes)
-        tokens, heads = (chunk.first_token, chunk.end_token), self._heads_of(chunk)
-        kinds = _KINDS[self._kv_dtype], _KINDS[wire_dtype]
-        for layer, part in zip(self._layers_of(chunk), body, strict=True):
-            convert = _gather_converted if is_gather else _scatter_converted
-            convert(*_views(layer), *_views(part), blocks, *tokens, *heads, *kinds, self._layout.head_dim)
 
     def warm_up(self) -> None:
         """Compile the kernels, by copying nothing: so that no transfer waits, whatever its peer holds."""
@@ -249,11 +236,3 @@ class BlockCopier:
             _scatter(layer, blocks, *ends, words, 0, self._keys)
             _scatter_converted(*_views(layer), *_views(body), blocks, *ends, *kinds)
             _checksum(words[:0], self._keys)
-
-    def _layers_of(self, chunk: ChunkRange) -> Sequence[UInt64]:
-        numbers = self._layout.groups[chunk.group].layers[chunk.first_layer : chunk.end_layer]
-        return [self._layers[number] for number in numbers]
-
-    def _heads_of(self, chunk: ChunkRange) -> tuple[int, int]:
-        """Return the chunk's heads as places in the store."""
-        return chunk.first_head - self._first_head, chunk.end_head - self._first_head

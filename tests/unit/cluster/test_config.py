@@ -140,9 +140,10 @@ def test_the_configuration_is_frozen() -> None:
 
 
 def test_threads_follow_the_cpus_unless_set() -> None:
-    assert load_config(None, {"workers.num_cpus": "0.5"}).engine_threads == 1
-    assert load_config(None, {"workers.num_cpus": "3"}).engine_threads == 3
-    assert load_config(None, {"engine.num_threads": "2"}).engine_threads == 2
+    assert load_config(None, {"workers.num_cpus": "0.5"}).threads_of(Role.MIXED) == 1
+    assert load_config(None, {"workers.num_cpus": "3"}).threads_of(Role.PREFILL) == 3
+    config = load_config(None, {"engine.num_threads": "2", "workers.engine.decode.num_threads": "4"})
+    assert [config.threads_of(role) for role in (Role.PREFILL, Role.DECODE)] == [2, 4]
 
 
 def test_folders_follow_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -184,12 +185,18 @@ def test_a_role_may_differ_in_its_engine() -> None:
     assert (prefill.kv_dtype, prefill.block_size, prefill.max_batch_tokens) == (KVDtype.FLOAT32, 16, 1024)
     assert (decode.kv_dtype, decode.block_size, decode.max_batch_tokens) == (KVDtype.INT8, 32, 128)
     assert mixed == config.engine
+    own = load_config(None, {"workers.engine.decode.max_batch_tokens": "512"})
+    assert own.engine_of(Role.DECODE).max_batch_tokens == 512
 
 
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
-        ("workers.engine.decode.kv_type", "int8", "workers.engine.decode.kv_type: unknown key; known keys: device"),
+        (
+            "workers.engine.decode.kv_type",
+            "int8",
+            "decode.kv_type: unknown key; did you mean 'kv_dtype'?",
+        ),
         (
             "workers.engine.decode.block_size",
             "17",

@@ -71,8 +71,9 @@ def test_a_closed_link_leaves_no_slot_lent() -> None:
     # I16
     pool = SlotPool(8)
     ledger = SlotLedger(pool, base=2, most=8)
-    sent = [send(ledger) for _ in range(5)]
-    assert ledger.close() == sent
+    for _ in range(5):
+        send(ledger)
+    ledger.close()
     assert pool.num_lent == 0
 
 

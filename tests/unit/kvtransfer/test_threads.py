@@ -25,7 +25,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 class FakeTransport:
-    """Slots in memory; `send` waits for the gate."""
+    """Slots in memory; `send` fails once it is broken."""
 
     carries_headers = False
     address = "nowhere"
@@ -36,7 +36,7 @@ class FakeTransport:
         self.is_broken = False
         self.num_freed = 0
 
-    async def wait_attached(self) -> None:
+    async def wait_attached(self, answer: str) -> None:
         pass
 
     def buffer(self, slot: int) -> memoryview:

@@ -53,7 +53,7 @@ def test_if_all_rest_the_one_that_rests_least_is_taken() -> None:
     clock = ManualClock()
     order = TransportOrder((SHM, TCP), clock)
     order.refused(SHM)
-    assert not order.is_everyone_resting
+    assert not order.are_all_resting
     order.broke(TCP)
-    assert order.is_everyone_resting
+    assert order.are_all_resting
     assert order.choose() is TCP
