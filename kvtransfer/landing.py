@@ -168,11 +168,14 @@ class LandingThread:
                 command = self._commands.popleft()
             if command is None:
                 return
-            try:
-                self._execute(command)
-            except Exception:
-                # The barrier of this thread: one bad command must not stop all others (I13).
-                logger.exception("the landing thread could not carry out %s", type(command).__name__)
+            self._carry_out(command)
+
+    def _carry_out(self, command: _Command) -> None:
+        try:
+            self._execute(command)
+        except Exception:
+            # The barrier of this thread: one bad command must not stop all others (I13).
+            logger.exception("the landing thread could not carry out %s", type(command).__name__)
 
     def _execute(self, command: _Command) -> None:
         match command:

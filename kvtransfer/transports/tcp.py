@@ -239,6 +239,10 @@ class TcpReceiver:
                 self._on_chunk(header)
         except (OSError, ProtocolError) as error:
             reason = str(error)
+        except Exception as error:
+            # The barrier of this thread: its link ends, the process goes on (I13).
+            logger.exception("a tcp link failed")
+            reason = f"{type(error).__name__}: {error}"
         self._socket.close()
         self._on_broken(reason)
 

@@ -61,6 +61,7 @@ class TorchStore:
             self._store = None
 
     def _make(self, host: str) -> Any:
+        _distributed()  # before anything is open
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.port = listener.getsockname()[1]
         return _open_store(host, self.port, listener.detach())
@@ -93,7 +94,7 @@ class _Pair:
     """One end of a process group of two."""
 
     def __init__(self, store: Any, key: str, rank: int, host: str) -> None:
-        """Meets the other end, for at most MEET_S. Raises OSError."""
+        """Meet the other end, for at most MEET_S; `host` is where this end listens. Raises OSError."""
         distributed = _distributed()
         options = distributed.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=MEET_S)
@@ -235,9 +236,11 @@ class TorchDistReceiver:
         self._thread.start()
 
     def _meet(self, host: str, port: int, key: str) -> _Pair:
-        # The store would try for seconds to reach a port where nobody is.
-        socket.create_connection((host, port), MEET_S).close()
-        return _Pair(_open_store(host, port), key, _SINK, host)
+        # The store would try for seconds to reach a port where nobody is. The pair's own end is at the address of this
+        # machine that reaches the source.
+        with socket.create_connection((host, port), MEET_S) as probe:
+            own_host = probe.getsockname()[0]
+        return _Pair(_open_store(host, port), key, _SINK, own_host)
 
     def header_received(self, header: Chunk) -> None:
         """See ReceiveTransport: its bytes wait at the source."""
@@ -269,3 +272,7 @@ class TorchDistReceiver:
                 self._on_chunk(header)
         except OSError as error:
             self._on_broken(str(error))
+        except Exception as error:
+            # The barrier of this thread: its link ends, the process goes on (I13).
+            logger.exception("a torch_dist link failed")
+            self._on_broken(f"{type(error).__name__}: {error}")

@@ -1,7 +1,6 @@
 """The threads of a worker as callbacks of the event loop: same code, another order of turns, drawn from a seed."""
 
 import asyncio
-import logging
 import random
 from typing import Any
 
@@ -10,8 +9,6 @@ import pytest
 from pdserve.kvtransfer.landing import LandingThread
 from pdserve.kvtransfer.sender import ChunkSender
 from pdserve.workers.engine_thread import BLOCKED_WAIT_S, EngineThread
-
-logger = logging.getLogger(__name__)
 
 
 class Turns:
@@ -82,10 +79,7 @@ class LoopLanding(LandingThread):
         command = self._commands.popleft() if self._commands else None
         if command is None:
             return
-        try:
-            self._execute(command)
-        except Exception:
-            logger.exception("the landing thread could not carry out %s", type(command).__name__)
+        self._carry_out(command)
         if self._commands:
             self._turns.wish()
 

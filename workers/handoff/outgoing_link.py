@@ -86,9 +86,10 @@ class OutgoingLink:
 
     def tested(self) -> None:
         """The sink has verified the test pattern: the link may carry its stream."""
-        was_open = self.life.is_usable
+        is_first = self.life.state is LinkState.TESTING
         self.life.apply(LinkEvent.TESTED)
-        if not was_open:
+        if is_first:
+            # Once: a newer link may carry the stream by now.
             self.stream.carry_by(self.sender)
 
     def break_off(self) -> None:

@@ -337,3 +337,40 @@ def test_both_ends_may_close_while_a_body_is_on_its_way() -> None:
         asyncio.run(receiver.free())
         assert time.monotonic() - start_time < 3.0
     store.close()
+
+
+def test_each_end_of_a_torch_dist_pair_listens_at_an_address_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    # On another machine the source's address is none that the sink could listen at.
+    hosts: dict[int, str] = {}
+    make = torch_dist._Pair.__init__
+
+    def note(pair: torch_dist._Pair, store: object, key: str, rank: int, host: str) -> None:
+        hosts[rank] = host
+        make(pair, store, key, rank, host)
+
+    monkeypatch.setattr(torch_dist._Pair, "__init__", note)
+    store, landed = TorchStore(), queue.Queue[Chunk]()
+    sender = TorchDistSender(store, "127.0.0.2", slot_bytes=5000)
+    receiver = TorchDistReceiver(sender.address, make_slots(), landed.put, lambda reason: None, stall_s=1.0)
+    asyncio.run(receiver.attach())
+    asyncio.run(sender.wait_attached(""))
+    assert hosts == {0: "127.0.0.2", 1: "127.0.0.1"}
+    sender.buffer(0)[:5000] = pattern(0, 5000)
+    sender.send(header_of(0))
+    receiver.header_received(header_of(0))
+    assert landed.get(timeout=5).seq == 0
+    sender.close()
+    sender.free()
+    receiver.close()
+    asyncio.run(receiver.free())
+    store.close()
+
+
+def test_a_receiving_thread_that_fails_breaks_its_link(torch_pair: TorchPair) -> None:
+    # I13
+    def explode(header: Chunk) -> None:
+        raise RuntimeError("no")
+
+    torch_pair.receiver._on_chunk = explode
+    torch_pair.send(header_of(0))
+    assert torch_pair.broken.get(timeout=5) == "RuntimeError: no"
