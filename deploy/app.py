@@ -25,7 +25,7 @@ from pdserve.deploy.ray_head import can_use_haproxy, check_port, free_port, laun
 from pdserve.deploy.records import DeploymentRecord, RecordStore, refuse_running
 from pdserve.deploy.running import Say, connect, deployment_status, interrupts_deferred, take_down
 from pdserve.router.ingress import Ingress, IngressSettings
-from pdserve.workers.assembly import MemoryPlan, available_memory_bytes, check_memory, plan_memory
+from pdserve.workers.memory_plan import MemoryPlan, available_memory_bytes, check_memory, plan_memory
 from pdserve.workers.model.families import ModelSpec, read_spec
 from pdserve.workers.model.source import default_name, prepare_model
 

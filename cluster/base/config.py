@@ -75,6 +75,9 @@ class EngineConfig(_Section):
 
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
     """`cpu`, `cuda` or `cuda:N`. Ray assigns no GPU yet: `cuda` is for benchmarks/gpu_check."""
+    tensor_parallel: int = Field(default=1, ge=1, le=64)
+    """Ranks of a worker, each a process with `workers.num_cpus` (and a GPU of its own on cuda), which share its layers;
+    must divide the model's attention heads and its KV heads, or be a multiple of the latter."""
     linear: LinearKind = LinearKind.FP16
     """fp32 or fp16 weights, with activations and sums in fp32; or int8 weights, with activations in 8 bits and a scale
     per token: a quarter of the memory of fp32, and less accurate (benchmarks/perplexity)."""
@@ -85,12 +88,13 @@ class EngineConfig(_Section):
     block_size: int = Field(default=16, ge=16, multiple_of=16)
     """Tokens in a KV block."""
     kv_memory_gib: float = Field(default=1.0, gt=0)
-    """Memory of the KV pool of a worker."""
+    """Memory of the KV pool of each rank of a worker."""
     kv_dtype: KVDtype = KVDtype.FLOAT32
     """float32; float16: half of the memory; or int8: keys and values in 8 bits with a scale per token and head, about a
     quarter, and less accurate (benchmarks/perplexity). Workers that exchange KV may differ: it is converted."""
     host_memory_gib: float = Field(default=0.0, ge=0)
-    """Memory of the host tier of a worker: copies of cached blocks, taken back when that is quicker than computing."""
+    """Memory of the host tier of each rank of a worker: copies of cached blocks, taken back when that is quicker than
+    computing."""
     prefix_cache: bool = True
     """Keep the KV of what was computed, and take it over for requests that begin with the same tokens."""
     max_running: int = Field(default=64, ge=1, le=4096)

@@ -9,6 +9,7 @@ PdserveError
 │   ├── OverloadedError         a bounded queue is full
 │   ├── NoWorkerError           no worker can take the request now
 │   ├── WorkerLostError         the worker died or went silent while it held the request
+│   ├── RankLostError           a rank of the worker died, failed or hangs: the worker ends
 │   ├── TokenTimeoutError       the worker lives, but no token came in time
 │   └── ChannelClosedError      the channel to a peer ended
 └── InternalError           our fault
@@ -68,6 +69,10 @@ class WorkerLostError(RetryableError):
     """The worker died or went silent while it held the request. `worker_id` names it where it is known."""
 
     worker_id: WorkerId | None = None
+
+
+class RankLostError(RetryableError):
+    """A tensor-parallel rank of this worker died, failed or hangs; the whole worker ends with it."""
 
 
 class TokenTimeoutError(RetryableError):

@@ -71,6 +71,11 @@ class KVLayout:
         """Bytes of one token in one layer: keys and values of every head, each counted once."""
         return 2 * self.num_kv_heads * self.row_bytes
 
+    @property
+    def rank_token_bytes(self) -> int:
+        """Bytes of one token in one layer on one rank."""
+        return 2 * max(1, self.num_kv_heads // self.tp_size) * self.row_bytes
+
     def heads_of(self, rank: int) -> tuple[int, int]:
         """Return the KV heads of a rank: the first, and one past the last."""
         if self.tp_size <= self.num_kv_heads:

@@ -5,47 +5,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer
 
 from pdserve.benchmarks.perplexity import measure_perplexity
 from pdserve.benchmarks.sample_text import TEXT
 from pdserve.cluster.base.config import AttentionKind, LinearKind
 from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.workers.assembly import AssembledEngine
+from pdserve.workers.model.self_test import SelfTest
 from support.bits import plain_engine, with_kv
 from support.checkpoints import FAMILIES
 from support.engines import make_engine, make_request, prompts_of, run
+from support.oracle import assert_greedy, expected_tokens, oracle
 
 LENGTHS = (1, 2, 15, 16, 17, 33, 70, 128)
 NUM_TOKENS = 64
-TIE = 1e-4
-
-
-def oracle(folder: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True).eval()
-
-
-def expected_tokens(model: PreTrainedModel, prompt: list[int]) -> list[int]:
-    output = model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        max_new_tokens=NUM_TOKENS,
-        min_new_tokens=NUM_TOKENS,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=2,
-    )
-    tokens: list[int] = output[0, len(prompt) :].tolist()
-    return tokens
-
-
-def assert_greedy(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> None:
-    """Every token has the oracle's largest logit after the same history, up to a tie."""
-    assert len(tokens) == NUM_TOKENS
-    with torch.inference_mode():
-        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-    margins = logits.max(-1).values - logits[torch.arange(len(tokens)), torch.tensor(tokens)]
-    assert margins.max() <= TIE, f"token {int(margins.argmax())} is {float(margins.max())} below the largest logit"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -60,7 +34,7 @@ def test_greedy_tokens_equal_transformers(
     outputs = run(engine, requests)
     model = oracle(folder)
     for i, prompt in enumerate(prompts):
-        if outputs[str(i)] != expected_tokens(model, prompt):
+        if outputs[str(i)] != expected_tokens(model, prompt, NUM_TOKENS):
             assert_greedy(model, prompt, outputs[str(i)])
 
 
@@ -111,7 +85,7 @@ def test_the_step_prediction_is_measured_without_compiling(tiny_checkpoints: dic
     # It bounds how long a hang goes unnoticed.
     assembled = make_engine(tiny_checkpoints["llama"])
     predicted_s = assembled.engine.times.full_s
-    again_s = min(assembled.runner.warm_up() for _ in range(3)) * 512
+    again_s = min(SelfTest(assembled.runner).warm_up() for _ in range(3)) * 512
     assert 0 < predicted_s < 20 * again_s
 
 

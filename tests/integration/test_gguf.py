@@ -102,7 +102,7 @@ def make_source(family: str) -> PreTrainedModel:
         # GGUF states no layer types: the sixth of each six layers has full attention.
         config.num_hidden_layers = 6
         config.layer_types = ["sliding_attention"] * 5 + ["full_attention"]
-    return make_model(config, family)
+    return make_model(config)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])

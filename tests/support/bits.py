@@ -11,14 +11,16 @@ from pdserve.cluster.base.clock import ManualClock
 from pdserve.cluster.base.config import LinearKind
 from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.cluster.base.request import Request
-from pdserve.workers.assembly import AssembledEngine, kv_layout
+from pdserve.workers.assembly import AssembledEngine
 from pdserve.workers.engine.engine import Engine
 from pdserve.workers.engine.plan import StepOutput, StepPlan
 from pdserve.workers.engine.sampler import sample_rows
 from pdserve.workers.engine.scheduler import SchedulerSettings
 from pdserve.workers.engine.strategies import Strategy
+from pdserve.workers.gang.rank_step import Exported
 from pdserve.workers.kv.host_tier import HostTier
 from pdserve.workers.kv.store import KVStore
+from pdserve.workers.memory_plan import kv_layout
 from pdserve.workers.model.runner import OnLayer, TransformerRunner
 from support.engines import make_request, prompts_of, run
 
@@ -48,9 +50,9 @@ class RecordingRunner:
         """See ModelRunner."""
         self._runner.copy_block(group, source, target)
 
-    def execute(self, plan: StepPlan, on_layer: OnLayer | None = None) -> StepOutput:
+    def execute(self, plan: StepPlan, on_layer: OnLayer | None = None, exported: Exported = ()) -> StepOutput:
         """See ModelRunner."""
-        logits = self._runner.logits(plan, on_layer).numpy()
+        logits = self._runner.logits(plan, on_layer, exported).numpy()
         for row, (seed, position) in enumerate(zip(plan.sampling.seed, plan.sampling.position, strict=True)):
             self.logits[int(seed), int(position)] = logits[row].copy()
         return StepOutput(token_ids=sample_rows(logits, plan.sampling, np.arange(len(logits))))

@@ -14,8 +14,10 @@ from pdserve.workers.assembly import AssembledEngine, assemble_engine
 from pdserve.workers.engine.engine import Engine
 from pdserve.workers.engine.scheduler import SchedulerSettings
 from pdserve.workers.engine.strategies import Strategy
+from pdserve.workers.gang.rank_step import Followers
 from pdserve.workers.kv.host_tier import HostTier
 from pdserve.workers.model.digest import DigestModel, DigestRunner
+from pdserve.workers.model.parallel import SOLO, RankGroup
 
 
 def make_engine(
@@ -29,9 +31,13 @@ def make_engine(
     max_running: int = 64,
     threads: int = 1,
     kv_memory_gib: float = 0.02,
+    group: RankGroup = SOLO,
+    followers: Followers | None = None,
+    **changes: object,
 ) -> AssembledEngine:
     """Return an engine on a checkpoint."""
     config = EngineConfig(
+        tensor_parallel=group.size,
         linear=linear,
         kv_dtype=kv_dtype,
         attention=attention,
@@ -39,8 +45,17 @@ def make_engine(
         max_batch_tokens=max_batch_tokens,
         max_running=max_running,
         kv_memory_gib=kv_memory_gib,
+        **changes,  # type: ignore[arg-type]
     )
-    return assemble_engine(folder, config, max_model_len=None, num_threads=threads, clock=ManualClock())
+    return assemble_engine(
+        folder,
+        config,
+        max_model_len=None,
+        num_threads=threads,
+        clock=ManualClock(),
+        group=group,
+        followers=followers,
+    )
 
 
 def make_digest_engine(

@@ -17,12 +17,14 @@ import numba
 import numpy as np
 import torch
 
-from pdserve.workers.attention.protocol import StepMetadata
+from pdserve.workers.attention.protocol import AttentionParameters, StepMetadata
 from pdserve.workers.kv.row_kernels import decode_halves
 from pdserve.workers.kv.rows import row_scales
+from pdserve.workers.model.numba_mixture import capped
 from pdserve.workers.model.scalar_math import exp32
 
 TILE = 32
+NO_SINKS = np.empty(0, np.float32)
 RUN = 16
 """Tokens that surely share a block: block sizes are multiples of 16."""
 FEW_STATES = 8
@@ -104,12 +106,16 @@ def _add_values(sums, weights, lows, highs, column, values, key, count):  # type
 
 
 @numba.njit(nogil=True, fastmath={"contract", "nsz"})
-def _weigh(scores, low, high, scale, largest, weight_sums, sums, state):  # type: ignore[no-untyped-def]  # numba infers the types
+def _weigh(scores, low, high, scale, softcap, largest, weight_sums, sums, state):  # type: ignore[no-untyped-def]  # numba infers the types
     # Online softmax: turns the scores that a state sees of a tile into weights, and rescales its sums.
     row = scores[state]
     peak = largest[state]
     for column in range(low, high):
         row[column] *= scale
+    if softcap > 0:
+        for column in range(low, high):
+            row[column] = capped(row[column], softcap)
+    for column in range(low, high):
         peak = max(peak, row[column])
     decay = exp32(largest[state] - peak)
     largest[state] = peak
@@ -153,9 +159,24 @@ def _add_scores(own, keys, key, count, has_few_lanes, scores, column):  # type: 
 
 
 @numba.njit(nogil=True, parallel=True, cache=True, fastmath={"contract", "nsz"})
-def _attend(query, kv, scales, is_half, table, positions, item_rows, item_starts, item_ends, window, scale, out):  # type: ignore[no-untyped-def]  # numba infers the types
+def _attend(  # type: ignore[no-untyped-def]  # numba infers the types
+    query,
+    kv,
+    scales,
+    is_half,
+    table,
+    positions,
+    item_rows,
+    item_starts,
+    item_ends,
+    window,
+    scale,
+    softcap,
+    sinks,
+    out,
+):
     # kv [N, 2, Hkv, B, row], fp16 as its bits; scales [N, 2, Hkv, B] of an int8 kv, None otherwise: numba compiles one
-    # kernel for each.
+    # kernel for each. sinks [Hq], or empty.
     num_kv_heads, block_size, size = kv.shape[2], kv.shape[3], query.shape[2]
     lanes = query.shape[1] // num_kv_heads
     has_few_lanes = lanes <= FEW_LANES
@@ -171,6 +192,11 @@ def _attend(query, kv, scales, is_half, table, positions, item_rows, item_starts
         sums = np.zeros((padded, size), np.float32)
         largest = np.full(padded, np.float32(-1e30), np.float32)
         weight_sums = np.zeros(padded, np.float32)
+        if len(sinks):
+            # A key that was seen before all others, and has no value.
+            for state in range(num_states):
+                largest[state] = sinks[kv_head * lanes + state % lanes]
+                weight_sums[state] = np.float32(1.0)
         scores = np.zeros((padded, TILE), np.float32)
         lows, highs = np.zeros(padded, np.int64), np.zeros(padded, np.int64)
         bits = np.zeros((RUN, size), np.uint32)
@@ -196,7 +222,7 @@ def _attend(query, kv, scales, is_half, table, positions, item_rows, item_starts
                 position = positions[start + state // lanes]
                 lows[state] = max(base, position - window + 1) - base if window > 0 else 0
                 highs[state] = max(lows[state], min(base + TILE, position + 1) - base)
-                _weigh(scores, lows[state], highs[state], scale, largest, weight_sums, sums, state)
+                _weigh(scores, lows[state], highs[state], scale, softcap, largest, weight_sums, sums, state)
             # Missing states keep the last one company, so that it is not added key by key.
             lows[num_states:], highs[num_states:] = lows[num_states - 1], highs[num_states - 1]
             for run in range(base, base + TILE, RUN):
@@ -221,11 +247,11 @@ class NumbaAttention:
     """The CPU backend. The number of threads is numba's (set by the engine thread)."""
 
     def attend(
-        self, query: torch.Tensor, kv: torch.Tensor, step: StepMetadata, group: int, scale: float
+        self, query: torch.Tensor, kv: torch.Tensor, step: StepMetadata, parameters: AttentionParameters
     ) -> torch.Tensor:
         """See AttentionBackend.attend; the query is fp32."""
         out = torch.empty_like(query)
-        place = step.groups[group]
+        place = step.groups[parameters.group]
         is_half = kv.dtype == torch.float16
         _attend(
             query.numpy(),
@@ -238,7 +264,9 @@ class NumbaAttention:
             step.item_starts,
             step.item_ends,
             place.window,
-            np.float32(scale),
+            np.float32(parameters.scale),
+            np.float32(parameters.softcap),
+            NO_SINKS if parameters.sinks is None else parameters.sinks.numpy(),
             out.numpy(),
         )
         return out.view(query.shape[0], -1)

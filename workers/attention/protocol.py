@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from pdserve.workers.engine.plan import Int32, StepPlan
+from pdserve.workers.engine.plan import ForwardPlan, Int32
 
 QUERY_TILE = 8
 """Query tokens of one row that share a pass over its KV."""
@@ -46,19 +46,29 @@ class StepMetadata:
     groups: tuple[GroupMetadata, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionParameters:
+    """What a layer's attention does besides the softmax of scale * query · key."""
+
+    group: int
+    """Its KV group, which has a window or none."""
+    scale: float
+    softcap: float = 0.0
+    """Scores s become softcap * tanh(s / softcap); 0: they stay."""
+    sinks: torch.Tensor | None = None
+    """[Hq] fp32: logits that take part in each head's softmax and have no value."""
+
+
 class AttentionBackend(Protocol):
     """Attention over the paged KV of one layer."""
 
     def attend(
-        self, query: torch.Tensor, kv: torch.Tensor, step: StepMetadata, group: int, scale: float
+        self, query: torch.Tensor, kv: torch.Tensor, step: StepMetadata, parameters: AttentionParameters
     ) -> torch.Tensor:
-        """Return [T, Hq * D] for query [T, Hq, D] over kv [N, 2, Hkv, B, row] (KVStore); causal.
-
-        Windowed by the group.
-        """
+        """Return [T, Hq * D] for query [T, Hq, D] over kv [N, 2, Hkv, B, row] (KVStore); causal."""
 
 
-def build_metadata(plan: StepPlan, windows: tuple[int, ...], block_size: int) -> StepMetadata:
+def build_metadata(plan: ForwardPlan, windows: tuple[int, ...], block_size: int) -> StepMetadata:
     """Derive the metadata of a plan; `windows` is one entry per KV group."""
     lengths = np.diff(plan.row_starts)
     rows = np.repeat(np.arange(plan.num_rows, dtype=np.int32), lengths)

@@ -87,8 +87,8 @@ class SamplingArrays:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
-    """What to compute in one step."""
+class ForwardPlan:
+    """What goes through the decoder in one step."""
 
     token_ids: Int32
     """[T] ids to feed."""
@@ -98,10 +98,6 @@ class StepPlan:
     """[R + 1] first token of each row; the last entry is T."""
     block_tables: tuple[Int32, ...]
     """G arrays [R, blocks]: block ids of each row; entries past a row's length are undefined."""
-    sample_rows: Int32
-    """[S] rows whose last token is sampled from."""
-    sampling: SamplingArrays
-    scored: ScoredTokens | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -112,3 +108,21 @@ class StepPlan:
     def num_rows(self) -> int:
         """R."""
         return len(self.row_starts) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan(ForwardPlan):
+    """What to compute in one step."""
+
+    sample_rows: Int32
+    """[S] rows whose last token is sampled from."""
+    sampling: SamplingArrays
+    scored: ScoredTokens | None = None
+
+    @property
+    def output_tokens(self) -> Int32:
+        """[S + Q] tokens whose hidden state is wanted: those sampled from, then those that score the next one."""
+        sampled = self.row_starts[self.sample_rows + 1] - 1
+        if self.scored is None:
+            return sampled
+        return np.concatenate([sampled, self.scored.tokens])

@@ -7,32 +7,57 @@ by the engine thread only.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from pdserve.cluster.base.clock import Clock
 from pdserve.cluster.base.prefix_hash import PrefixHash
+from pdserve.workers.gang.rank_step import BlockCopy, CopyKind
 from pdserve.workers.kv.store import KVStore
 
 RATE_MEMORY = 0.9
 
 
+class HostSlots:
+    """The places of a rank's copies: as many slots per KV group as blocks may be kept."""
+
+    def __init__(self, store: KVStore, num_slots: Sequence[int]) -> None:
+        self._layers = [[store.layer(index) for index in group.layers] for group in store.layout.groups]
+        self._slots = [
+            torch.zeros((count, len(layers), *layers[0].shape[1:]), dtype=layers[0].dtype)
+            for count, layers in zip(num_slots, self._layers, strict=True)
+        ]
+
+    def save(self, group: int, block: int, slot: int) -> None:
+        """Copy a block's KV to a slot."""
+        for place, layer in enumerate(self._layers[group]):
+            self._slots[group][slot, place] = layer[block]
+
+    def load(self, group: int, slot: int, block: int) -> None:
+        """Copy a slot to a block."""
+        for place, layer in enumerate(self._layers[group]):
+            layer[block] = self._slots[group][slot, place]
+
+
 class HostTier:
-    """Copies of published blocks, one bounded set per KV group.
+    """Copies of published blocks, one bounded set per KV group. Rank 0's: the other ranks copy what it copies.
 
     Attributes:
         num_loaded_blocks: copied back so far, over all groups.
         block_s: measured seconds to copy a block back, in the mean; 0 before the first.
     """
 
-    def __init__(self, store: KVStore, num_blocks: Sequence[int], clock: Clock) -> None:
-        """`num_blocks` is one number per KV group."""
-        self._layers = [[store.layer(index) for index in group.layers] for group in store.layout.groups]
-        self._slots = [
-            torch.zeros((count, len(layers), *layers[0].shape[1:]), dtype=layers[0].dtype)
-            for count, layers in zip(num_blocks, self._layers, strict=True)
-        ]
+    def __init__(
+        self,
+        store: KVStore,
+        num_blocks: Sequence[int],
+        clock: Clock,
+        on_copy: Callable[[BlockCopy], None] | None = None,
+    ) -> None:
+        """`num_blocks` is one number per KV group; `on_copy` learns of every copy, after it."""
+        self._slots = HostSlots(store, num_blocks)
+        self._on_copy = on_copy
         self._free = [list(range(count)) for count in num_blocks]
         self._slot_of: list[OrderedDict[PrefixHash, int]] = [OrderedDict() for _ in num_blocks]
         self._clock = clock
@@ -55,8 +80,8 @@ class HostTier:
             _, slot = known.popitem(last=False)
         else:
             return
-        for place, layer in enumerate(self._layers[group]):
-            self._slots[group][slot, place] = layer[block]
+        self._slots.save(group, block, slot)
+        self._note(CopyKind.SAVE, group, block, slot)
         known[name] = slot
 
     def load(self, group: int, names: Sequence[PrefixHash], blocks: Sequence[int]) -> None:
@@ -67,8 +92,12 @@ class HostTier:
         known = self._slot_of[group]
         for name, block in zip(names, blocks, strict=True):
             known.move_to_end(name)
-            for place, layer in enumerate(self._layers[group]):
-                layer[block] = self._slots[group][known[name], place]
+            self._slots.load(group, known[name], block)
+            self._note(CopyKind.LOAD, group, known[name], block)
         spent = (self._clock.now() - start_time) / len(names)
         self.block_s = spent if self.block_s == 0.0 else RATE_MEMORY * self.block_s + (1 - RATE_MEMORY) * spent
         self.num_loaded_blocks += len(names)
+
+    def _note(self, kind: CopyKind, group: int, source: int, target: int) -> None:
+        if self._on_copy is not None:
+            self._on_copy(BlockCopy(kind=kind, group=group, source=source, target=target))

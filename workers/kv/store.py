@@ -43,5 +43,5 @@ class KVStore:
 
 
 def block_bytes(layout: KVLayout, group: int) -> int:
-    """Return the bytes that one more block of a group costs."""
-    return len(layout.groups[group].layers) * layout.token_bytes * layout.block_size
+    """Return the bytes that one more block of a group costs a rank."""
+    return len(layout.groups[group].layers) * layout.rank_token_bytes * layout.block_size

@@ -12,10 +12,13 @@ from pathlib import Path
 
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
-from pdserve.cluster.base.errors import CheckpointError
+from pdserve.cluster.base.errors import CheckpointError, ConfigError
+from pdserve.workers.model.rope import RopeSpec, read_rope
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
+SWIGLU_ALPHA = 1.702
+SWIGLU_LIMIT = 7.0
 
 
 class Activation(StrEnum):
@@ -23,26 +26,37 @@ class Activation(StrEnum):
 
     SILU = "silu"
     GELU_TANH = "gelu_pytorch_tanh"
+    SWIGLU_CLAMPED = "swiglu_clamped"
+    """gate · sigmoid(SWIGLU_ALPHA gate) · (up + 1), gate and up clamped at SWIGLU_LIMIT (GPT-OSS)."""
+
+
+class Router(StrEnum):
+    """How a mixture layer weighs the experts that it takes."""
+
+    SOFTMAX = "softmax"
+    """The probabilities of all experts."""
+    NORMALISED = "normalised"
+    """Those of the taken ones, divided by their sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RopeSpec:
-    """Rotary embedding of some layers: theta and how long contexts scale it (default, linear, llama3)."""
+class ExpertsSpec:
+    """A mixture of experts (Shazeer et al. 2017): each token goes through the `top_k` of largest router logits."""
 
-    theta: float
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_max_position: int = 0
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    router: Router
+    has_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One layer: its KV group and its rotary embedding (indexes into ModelSpec)."""
+    """One layer: its KV group and its rotary embedding (indexes into ModelSpec), and whether its MLP is a mixture."""
 
     group: int
     rope: int
+    is_sparse: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +74,7 @@ class ModelSpec:
     family: str
     hidden_size: int
     intermediate_size: int
+    """Of the layers whose MLP is no mixture."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -80,6 +95,12 @@ class ModelSpec:
     norm_offset: float
     is_head_tied: bool
     eos_token_ids: tuple[int, ...]
+    experts: ExpertsSpec | None = None
+    attention_softcap: float = 0.0
+    """Scores s become cap · tanh(s / cap); 0: they stay."""
+    logit_softcap: float = 0.0
+    has_sinks: bool = False
+    """Each head has a logit that takes part in the softmax and has no value."""
 
     @property
     def num_layers(self) -> int:
@@ -91,9 +112,33 @@ class ModelSpec:
         """Width of the fused query, key and value projection."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
+    @property
+    def num_mlp_values(self) -> int:
+        """Weights of the MLPs of all layers, with routers."""
+        num_sparse = sum(layer.is_sparse for layer in self.layers)
+        dense = (self.num_layers - num_sparse) * 3 * self.intermediate_size * self.hidden_size
+        if self.experts is None:
+            return dense
+        each = 3 * self.experts.intermediate_size * self.hidden_size + self.hidden_size
+        return dense + num_sparse * self.experts.num_experts * each
+
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """KV bytes of one token over all layers."""
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * bytes_per_value
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raise ConfigError if the model cannot be split over so many tensor-parallel ranks."""
+        key = f"engine.tensor_parallel {num_ranks}"
+        if self.num_heads % num_ranks:
+            raise ConfigError(f"{key}: does not divide the model's {self.num_heads} attention heads")
+        if self.num_kv_heads % num_ranks and num_ranks % self.num_kv_heads:
+            raise ConfigError(
+                f"{key}: does not divide the model's {self.num_kv_heads} KV heads, nor is it a multiple of them"
+            )
+        if any(not layer.is_sparse for layer in self.layers) and self.intermediate_size % num_ranks:
+            raise ConfigError(f"{key}: does not divide the model's intermediate_size {self.intermediate_size}")
+        if self.experts is not None and self.experts.num_experts < num_ranks:
+            raise ConfigError(f"{key}: the model has {self.experts.num_experts} experts to share out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,35 +148,44 @@ class _Family:
     has_sandwich_norms: bool = False
     norm_offset: float = 0.0
     scales_embedding: bool = False
+    has_mixture: bool = False
+    router: Router = Router.NORMALISED
+    has_window_everywhere: bool = False
+    """A sliding_window is every layer's, where config.json has no layer_types."""
+    has_sinks: bool = False
 
 
 FAMILIES = {
     "llama": _Family(),
+    "mistral": _Family(has_window_everywhere=True),
     "qwen2": _Family(always_qkv_bias=True),
     "qwen3": _Family(has_qk_norm=True),
+    "gemma2": _Family(has_sandwich_norms=True, norm_offset=1.0, scales_embedding=True),
     "gemma3_text": _Family(has_qk_norm=True, has_sandwich_norms=True, norm_offset=1.0, scales_embedding=True),
+    "phi3": _Family(has_window_everywhere=True),
+    "mixtral": _Family(has_mixture=True, has_window_everywhere=True),
+    "qwen3_moe": _Family(has_qk_norm=True, has_mixture=True, router=Router.SOFTMAX, has_window_everywhere=True),
+    "gpt_oss": _Family(has_mixture=True, has_sinks=True),
 }
 
 
 def read_spec(folder: Path) -> ModelSpec:
     """Read config.json and generation_config.json of a Hugging Face folder; raises CheckpointError."""
     raw = _read_raw_config(folder)
-    model_type = raw.get("model_type")
-    if model_type not in FAMILIES:
+    if raw.get("model_type") not in FAMILIES:
         raise CheckpointError(
-            f"{folder}/config.json: model_type {model_type!r} is not supported yet; supported: {', '.join(FAMILIES)}"
+            f"{folder}/config.json: model_type {raw.get('model_type')!r} is none of the engine's own families "
+            f"({', '.join(FAMILIES)}); engine.runner: transformers may run it"
         )
-    if raw.get("quantization_config") is not None:
-        raise CheckpointError(f"{folder}/config.json: quantization_config: quantised checkpoints are not supported yet")
-    config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    config = read_config(folder)
     _refuse_unsupported(folder, config)
-    family = FAMILIES[str(model_type)]
+    family = FAMILIES[config.model_type]
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    groups, ropes, layers = _layout(folder, config)
+    groups, ropes, layers = _layout(folder, config, family, head_dim)
     scale_base = getattr(config, "query_pre_attn_scalar", None) or head_dim
     has_attention_bias = bool(getattr(config, "attention_bias", False))
     return ModelSpec(
-        family=str(model_type),
+        family=config.model_type,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         num_heads=config.num_attention_heads,
@@ -154,7 +208,27 @@ def read_spec(folder: Path) -> ModelSpec:
         norm_offset=family.norm_offset,
         is_head_tied=bool(config.tie_word_embeddings),
         eos_token_ids=_eos_ids(folder, config),
+        experts=_experts(config, family) if family.has_mixture else None,
+        attention_softcap=float(getattr(config, "attn_logit_softcapping", None) or 0.0),
+        logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
+        has_sinks=family.has_sinks,
     )
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    """Return the configuration of a Hugging Face folder; raises CheckpointError, also for quantised weights."""
+    raw = _read_raw_config(folder)
+    if raw.get("quantization_config") is not None:
+        raise CheckpointError(
+            f"{folder}/config.json: quantization_config: quantised checkpoints are not supported yet "
+            "(engine.linear: int8 quantises at load)"
+        )
+    try:
+        return AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        # One that transformers does not know, or with values that it refuses.
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(f"{folder}/config.json: model_type {raw.get('model_type')!r}: {first}") from error
 
 
 def _read_raw_config(folder: Path) -> dict[str, object]:
@@ -171,17 +245,21 @@ def _read_raw_config(folder: Path) -> dict[str, object]:
 
 
 def _refuse_unsupported(folder: Path, config: PretrainedConfig) -> None:
-    for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
-        if getattr(config, key, None):
-            raise CheckpointError(f"{folder}/config.json: {key} is not supported yet")
+    if getattr(config, "use_bidirectional_attention", None):
+        raise CheckpointError(f"{folder}/config.json: use_bidirectional_attention is not supported yet")
     if config.num_attention_heads % config.num_key_value_heads:
         raise CheckpointError(
             f"{folder}/config.json: num_attention_heads {config.num_attention_heads} is no multiple of "
             f"num_key_value_heads {config.num_key_value_heads}"
         )
+    constants = getattr(config, "swiglu_alpha", SWIGLU_ALPHA), getattr(config, "swiglu_limit", SWIGLU_LIMIT)
+    if constants != (SWIGLU_ALPHA, SWIGLU_LIMIT):
+        raise CheckpointError(f"{folder}/config.json: swiglu_alpha and swiglu_limit {constants} are not supported yet")
 
 
 def _activation(folder: Path, config: PretrainedConfig) -> Activation:
+    if config.model_type == "gpt_oss":
+        return Activation.SWIGLU_CLAMPED
     name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
     try:
         return Activation(str(name))
@@ -189,45 +267,48 @@ def _activation(folder: Path, config: PretrainedConfig) -> Activation:
         raise CheckpointError(f"{folder}/config.json: activation {name!r} is not supported yet") from error
 
 
-def _rope(folder: Path, parameters: dict[str, float | int | str]) -> RopeSpec:
-    kind = str(parameters.get("rope_type", "default"))
-    if kind not in ("default", "linear", "llama3"):
-        raise CheckpointError(f"{folder}/config.json: rope_type {kind!r} is not supported yet")
-    if float(parameters.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise CheckpointError(f"{folder}/config.json: partial_rotary_factor is not supported yet")
-    return RopeSpec(
-        theta=float(parameters["rope_theta"]),
-        kind=kind,
-        factor=float(parameters.get("factor", 1.0)),
-        low_freq_factor=float(parameters.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(parameters.get("high_freq_factor", 1.0)),
-        original_max_position=int(parameters.get("original_max_position_embeddings", 0)),
+def _experts(config: PretrainedConfig, family: _Family) -> ExpertsSpec:
+    is_normalised = family.router is Router.NORMALISED or bool(getattr(config, "norm_topk_prob", False))
+    return ExpertsSpec(
+        num_experts=config.num_local_experts,
+        top_k=config.num_experts_per_tok,
+        intermediate_size=getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
+        router=Router.NORMALISED if is_normalised else Router.SOFTMAX,
+        has_bias=config.model_type == "gpt_oss",
     )
 
 
 def _layout(
-    folder: Path, config: PretrainedConfig
+    folder: Path, config: PretrainedConfig, family: _Family, head_dim: int
 ) -> tuple[tuple[KVGroupSpec, ...], tuple[RopeSpec, ...], tuple[LayerSpec, ...]]:
     """Group layers by window (full attention first) and give each its rotary embedding."""
-    kinds = list(getattr(config, "layer_types", None) or [FULL_ATTENTION] * config.num_hidden_layers)
+    window = getattr(config, "sliding_window", None) or 0
+    same = SLIDING_ATTENTION if family.has_window_everywhere and window else FULL_ATTENTION
+    kinds = list(getattr(config, "layer_types", None) or [same] * config.num_hidden_layers)
     unknown = set(kinds) - {FULL_ATTENTION, SLIDING_ATTENTION}
     if unknown or len(kinds) != config.num_hidden_layers:
         raise CheckpointError(f"{folder}/config.json: layer_types {sorted(unknown) or 'length'} is not supported yet")
     present = [kind for kind in (FULL_ATTENTION, SLIDING_ATTENTION) if kind in kinds]
-    if SLIDING_ATTENTION in present and not config.sliding_window:
+    if SLIDING_ATTENTION in present and not window:
         raise CheckpointError(f"{folder}/config.json: sliding layers need sliding_window")
-    parameters = config.rope_parameters
-    per_kind = {kind: parameters.get(kind, parameters) for kind in present}
     groups = tuple(
         KVGroupSpec(
-            window=config.sliding_window if kind == SLIDING_ATTENTION else 0,
+            window=window if kind == SLIDING_ATTENTION else 0,
             layers=tuple(index for index, layer_kind in enumerate(kinds) if layer_kind == kind),
         )
         for kind in present
     )
-    ropes = tuple(_rope(folder, per_kind[kind]) for kind in present)
-    layers = tuple(LayerSpec(group=present.index(kind), rope=present.index(kind)) for kind in kinds)
+    ropes = tuple(read_rope(folder, config, kind, head_dim) for kind in present)
+    layers = tuple(
+        LayerSpec(group=present.index(kind), rope=present.index(kind), is_sparse=_is_sparse(config, family, index))
+        for index, kind in enumerate(kinds)
+    )
     return groups, ropes, layers
+
+
+def _is_sparse(config: PretrainedConfig, family: _Family, layer: int) -> bool:
+    is_left_out = layer in (getattr(config, "mlp_only_layers", None) or [])
+    return family.has_mixture and not is_left_out and (layer + 1) % getattr(config, "decoder_sparse_step", 1) == 0
 
 
 def _eos_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:

@@ -21,6 +21,8 @@ from pdserve.workers.model.numba_ops import divide_rows
 logger = logging.getLogger(__name__)
 
 Product = Callable[[torch.Tensor], torch.Tensor]
+Pack = Callable[[torch.Tensor, torch.Tensor | None, LinearKind], tuple[Product, int]]
+"""Returns the product with a packed weight [N, K] and bias [N], and the bytes that the packed weight takes."""
 
 PROBE_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 15, 16, 17, 23, 24, 31, 32, 33, 48, 64, 65, 96, 127, 128, 257, 512)
 
@@ -73,32 +75,35 @@ class LinearFactory:
         notes: why packed linears are not in the bitwise class; empty when all are.
     """
 
-    def __init__(self, kind: LinearKind, device: torch.device) -> None:
+    def __init__(self, kind: LinearKind, device: torch.device, pack: Pack | None = None) -> None:
+        """`pack` takes the place of torch's packed kernels."""
         self._kind = kind
+        self._packed = pack or _packed
         self._device = device
-        self._paddings: dict[tuple[int, int, bool], Padding | None] = {}
+        self._paddings: dict[tuple[LinearKind, int, int, bool], Padding | None] = {}
         self.notes: list[str] = []
         if device.type != "cpu":
             self.notes.append(f"library kernels on {device.type}")
 
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        """Pack weight [N, K] (any float dtype, not kept) and bias [N]."""
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None, kind: LinearKind | None = None) -> Linear:
+        """Pack weight [N, K] (any float dtype, not kept) and bias [N]; `kind` is another one than the factory's."""
         out_features, in_features = weight.shape
         bias = None if bias is None else bias.float()
+        kind = kind or self._kind
         if self._device.type != "cpu":
-            return self._plain(weight, bias)
+            return self._plain(weight, bias, kind)
         try:
-            product, memory_bytes = self._packed(weight.float(), bias)
+            product, memory_bytes = self._packed(weight.float(), bias, kind)
         except (RuntimeError, AttributeError, NotImplementedError) as error:
-            self._note(f"no packed {self._kind} kernel: {error}")
-            return self._plain(weight, bias)
-        shape = (out_features, in_features, bias is not None)
+            self._note(f"no packed {kind} kernel: {error}")
+            return self._plain(weight, bias, kind)
+        shape = (kind, out_features, in_features, bias is not None)
         if shape not in self._paddings:
             self._paddings[shape] = find_padding(product, in_features)
         padding = self._paddings[shape]
         if padding is None:
-            self._note(f"packed {self._kind} {out_features}x{in_features} is not row-invariant")
-            return self._plain(weight, bias)
+            self._note(f"packed {kind} {out_features}x{in_features} is not row-invariant")
+            return self._plain(weight, bias, kind)
         return Linear(product, padding, out_features=out_features, memory_bytes=memory_bytes)
 
     def _note(self, text: str) -> None:
@@ -106,23 +111,11 @@ class LinearFactory:
             logger.warning("linear kernels drop to the tolerance class: %s", text)
             self.notes.append(text)
 
-    def _packed(self, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[Product, int]:
-        weight = weight.contiguous()
-        if self._kind is LinearKind.FP16:
-            packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
-            fp16 = torch.ops.quantized.linear_dynamic_fp16
-            return (lambda x: fp16(x, packed)), weight.numel() * 2
-        if self._kind is LinearKind.INT8:
-            return _pack_int8(weight, bias), weight.numel() + 4 * weight.shape[0]
-        blocked = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
-        fp32 = torch.ops.mkldnn._linear_pointwise
-        return (lambda x: fp32(x, blocked, bias, "none", [], "")), weight.numel() * 4
-
-    def _plain(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        if self._kind is LinearKind.INT8 and self._device.type != "cpu":
+    def _plain(self, weight: torch.Tensor, bias: torch.Tensor | None, kind: LinearKind) -> Linear:
+        if kind is LinearKind.INT8 and self._device.type != "cpu":
             raise ConfigError(f"engine.linear int8: not on {self._device.type} yet")
         # On an accelerator the kind names the precision of the weights; the activations follow it there.
-        is_half = self._kind is LinearKind.FP16 and self._device.type != "cpu"
+        is_half = kind is LinearKind.FP16 and self._device.type != "cpu"
         dtype = torch.bfloat16 if is_half else torch.float32
         held = weight.to(self._device, dtype, copy=True)
         offset = None if bias is None else bias.to(self._device, dtype)
@@ -132,6 +125,20 @@ class LinearFactory:
             out_features=weight.shape[0],
             memory_bytes=held.numel() * held.element_size(),
         )
+
+
+def _packed(weight: torch.Tensor, bias: torch.Tensor | None, kind: LinearKind) -> tuple[Product, int]:
+    """Return the product with a packed weight, and the bytes that it takes."""
+    weight = weight.contiguous()
+    if kind is LinearKind.FP16:
+        packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
+        fp16 = torch.ops.quantized.linear_dynamic_fp16
+        return (lambda x: fp16(x, packed)), weight.numel() * 2
+    if kind is LinearKind.INT8:
+        return _pack_int8(weight, bias), weight.numel() + 4 * weight.shape[0]
+    blocked = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
+    fp32 = torch.ops.mkldnn._linear_pointwise
+    return (lambda x: fp32(x, blocked, bias, "none", [], "")), weight.numel() * 4
 
 
 def _pack_int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:

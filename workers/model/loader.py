@@ -1,4 +1,4 @@
-"""Builds a model from a checkpoint: fuses, packs and places its weights.
+"""Builds one rank of a model from a checkpoint: reads, packs and places its weights.
 
 Matrices are packed into per-process copies and their stored form is not kept; the embedding stays memory-mapped in its
 stored dtype on CPU (rows are converted when they are looked up).
@@ -12,25 +12,28 @@ import torch
 from pdserve.cluster.base.config import AttentionKind, LinearKind
 from pdserve.cluster.base.errors import CheckpointError
 from pdserve.workers.attention.numba_cpu import NumbaAttention
+from pdserve.workers.attention.protocol import AttentionParameters
 from pdserve.workers.attention.torch_reference import TorchAttention
 from pdserve.workers.model.checkpoint import Checkpoint
-from pdserve.workers.model.decoder import Decoder, Layer
+from pdserve.workers.model.decoder import Decoder
 from pdserve.workers.model.families import ModelSpec, read_spec
 from pdserve.workers.model.head import VOCABULARY_TILE, Head
+from pdserve.workers.model.layers import DenseMlp, Embedding, Layer, Mlp, SparseMlp
 from pdserve.workers.model.linear import Linear, LinearFactory
 from pdserve.workers.model.numba_ops import NumbaOps
 from pdserve.workers.model.ops import QKVParameters
+from pdserve.workers.model.parallel import SOLO, RankGroup
 from pdserve.workers.model.rope import position_tables
 from pdserve.workers.model.torch_ops import TorchOps
+from pdserve.workers.model.weights import Matrix, RankWeights
 
 SELF_TEST_TOKENS = 64
 """Positions that the self-test may use, whatever the length limit."""
-PREFIXES = ("model.", "", "model.language_model.", "language_model.model.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model ready to run.
+    """One rank of a model, ready to run.
 
     Attributes:
         notes: why it is not in the bitwise class; empty when it may be.
@@ -44,14 +47,22 @@ class LoadedModel:
 
 
 def load_model(
-    folder: Path, *, linear: LinearKind, attention: AttentionKind, device: torch.device, max_model_len: int
+    folder: Path,
+    *,
+    linear: LinearKind,
+    attention: AttentionKind,
+    device: torch.device,
+    max_model_len: int,
+    group: RankGroup = SOLO,
 ) -> LoadedModel:
-    """Load the model in `folder` (Hugging Face layout). Raises CheckpointError."""
+    """Load a rank of the model in `folder` (Hugging Face layout). Raises CheckpointError or ConfigError."""
     if attention is AttentionKind.NUMBA and device.type != "cpu":
         raise CheckpointError(f"engine.attention numba runs on cpu only, not on {device}")
+    spec = read_spec(folder)
+    spec.check_ranks(group.size)
     checkpoint = Checkpoint(folder)
     try:
-        return _Loader(read_spec(folder), checkpoint, linear, attention, device, max_model_len).load()
+        return _Loader(spec, checkpoint, linear, attention, device, max_model_len, group).load()
     finally:
         checkpoint.close()
 
@@ -65,113 +76,114 @@ class _Loader:
         attention: AttentionKind,
         device: torch.device,
         max_model_len: int,
+        group: RankGroup,
     ) -> None:
         self._spec = spec
         self._checkpoint = checkpoint
-        self._attention = attention
+        self._weights = RankWeights(spec, checkpoint, group.rank, group.size)
         self._device = device
+        self._group = group
         self._factory = LinearFactory(linear, device)
-        found = [prefix for prefix in PREFIXES if f"{prefix}embed_tokens.weight" in checkpoint]
-        if not found:
-            raise CheckpointError("the checkpoint has no tensor model.embed_tokens.weight")
-        self._prefix = found[0]
+        self._is_numba = attention is AttentionKind.NUMBA
+        self._ops = NumbaOps() if self._is_numba else TorchOps()
         # The self-test runs before any limit of a request applies.
-        max_position = max(max_model_len, SELF_TEST_TOKENS)
         self._tables = [
-            tuple(table.to(device) for table in position_tables(rope, spec.head_dim, max_position))
+            tuple(
+                table.to(device) for table in position_tables(rope, max(max_model_len, SELF_TEST_TOKENS), max_model_len)
+            )
             for rope in spec.ropes
         ]
 
     def load(self) -> LoadedModel:
-        spec = self._spec
-        is_numba = self._attention is AttentionKind.NUMBA
-        embedding = self._checkpoint.tensor(f"{self._prefix}embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
+        spec, weights = self._spec, self._weights
         layers = [self._layer(index) for index in range(spec.num_layers)]
-        head = self._head(embedding)
+        tiles = [self._factory.pack(tile) for tile in torch.split(weights.head(), VOCABULARY_TILE)]
         decoder = Decoder(
-            spec,
-            embedding=embedding.to(self._device),
+            embedding=Embedding(
+                weights.embedding().to(self._device),
+                spec.embedding_scale,
+                self._group,
+                first_token=weights.first_token,
+            ),
             layers=layers,
             final_norm=self._norm("norm", spec.hidden_size),
-            ops=NumbaOps() if is_numba else TorchOps(),
-            attention=NumbaAttention() if is_numba else TorchAttention(),
+            eps=spec.rms_eps,
+            ops=self._ops,
+            attention=NumbaAttention() if self._is_numba else TorchAttention(),
+            group=self._group,
         )
         notes = list(self._factory.notes)
-        if not is_numba:
+        if not self._is_numba:
             notes.append("attention backend torch")
         return LoadedModel(
             spec=spec,
             decoder=decoder,
-            head=head,
+            head=Head(tiles, spec.vocab_size, softcap=spec.logit_softcap, group=self._group),
             digest=self._checkpoint.digest(),
             notes=tuple(notes),
         )
 
     def _norm(self, name: str, size: int) -> torch.Tensor:
-        weight = self._checkpoint.tensor(f"{self._prefix}{name}.weight", (size,)).float()
-        return (weight + self._spec.norm_offset).to(self._device)
+        return self._weights.norm(name, size).to(self._device)
 
-    def _pack(self, names: list[str], sizes: list[int], in_features: int, *, has_bias: bool) -> Linear:
-        weights = [
-            self._checkpoint.tensor(f"{self._prefix}{name}.weight", (size, in_features))
-            for name, size in zip(names, sizes, strict=True)
-        ]
-        bias = None
-        if has_bias:
-            bias = torch.cat(
-                [
-                    self._checkpoint.tensor(f"{self._prefix}{name}.bias", (size,))
-                    for name, size in zip(names, sizes, strict=True)
-                ]
-            )
-        return self._factory.pack(torch.cat(weights), bias)
+    def _pack(self, matrix: Matrix, kind: LinearKind | None = None) -> Linear:
+        return self._factory.pack(matrix.weight, matrix.bias, kind)
 
     def _layer(self, index: int) -> Layer:
-        spec, at = self._spec, f"layers.{index}"
+        spec, weights, at = self._spec, self._weights, f"layers.{index}"
         hidden, size = spec.hidden_size, spec.head_dim
-        query_size, kv_size = spec.num_heads * size, spec.num_kv_heads * size
+        group = spec.layers[index].group
         cos, sin = self._tables[spec.layers[index].rope]
+        sinks = weights.sinks(f"{at}.self_attn")
         mlp_norm = "pre_feedforward_layernorm" if spec.has_sandwich_norms else "post_attention_layernorm"
         return Layer(
-            qkv=self._pack(
-                [f"{at}.self_attn.{name}_proj" for name in "qkv"],
-                [query_size, kv_size, kv_size],
-                hidden,
-                has_bias=spec.has_qkv_bias,
-            ),
+            qkv=self._pack(weights.query_key_value(f"{at}.self_attn")),
             qkv_parameters=QKVParameters(
-                num_heads=spec.num_heads,
-                num_kv_heads=spec.num_kv_heads,
+                num_heads=weights.num_heads,
+                num_kv_heads=weights.num_kv_heads,
                 head_dim=size,
-                group=spec.layers[index].group,
+                group=group,
                 query_norm=self._norm(f"{at}.self_attn.q_norm", size) if spec.has_qk_norm else None,
                 key_norm=self._norm(f"{at}.self_attn.k_norm", size) if spec.has_qk_norm else None,
                 cos=cos,
                 sin=sin,
                 eps=spec.rms_eps,
             ),
-            attention_out=self._pack([f"{at}.self_attn.o_proj"], [hidden], query_size, has_bias=spec.has_o_bias),
-            gate_up=self._pack(
-                [f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"],
-                [spec.intermediate_size] * 2,
-                hidden,
-                has_bias=spec.has_mlp_bias,
+            attention=AttentionParameters(
+                group=group,
+                scale=spec.attention_scale,
+                softcap=spec.attention_softcap,
+                sinks=None if sinks is None else sinks.to(self._device),
             ),
-            down=self._pack([f"{at}.mlp.down_proj"], [hidden], spec.intermediate_size, has_bias=spec.has_mlp_bias),
+            attention_out=self._pack(weights.attention_out(f"{at}.self_attn")),
+            mlp=self._mixture(at) if spec.layers[index].is_sparse else self._dense(f"{at}.mlp"),
             input_norm=self._norm(f"{at}.input_layernorm", hidden),
             mlp_norm=self._norm(f"{at}.{mlp_norm}", hidden),
             post_attention_norm=self._post_norm(f"{at}.post_attention_layernorm"),
             post_mlp_norm=self._post_norm(f"{at}.post_feedforward_layernorm"),
         )
 
+    def _dense(self, at: str) -> Mlp:
+        weights = self._weights
+        return DenseMlp(self._pack(weights.gate_up(at)), self._pack(weights.down(at)), self._ops, self._spec.activation)
+
+    def _mixture(self, at: str) -> Mlp:
+        spec, weights = self._spec, self._weights
+        assert spec.experts is not None, "a mixture has experts"
+        experts = []
+        for number in range(weights.first_expert, weights.end_expert):
+            gate_up, down = weights.expert(at, number)
+            experts.append(DenseMlp(self._pack(gate_up), self._pack(down), self._ops, spec.activation))
+        # A router is small, and what it says decides: it keeps its precision.
+        router = self._pack(weights.router(at), LinearKind.FP32)
+        return SparseMlp(
+            router,
+            experts,
+            self._ops,
+            first_expert=weights.first_expert,
+            top_k=spec.experts.top_k,
+            kind=spec.experts.router,
+        )
+
     def _post_norm(self, name: str) -> torch.Tensor | None:
         return self._norm(name, self._spec.hidden_size) if self._spec.has_sandwich_norms else None
-
-    def _head(self, embedding: torch.Tensor) -> Head:
-        spec = self._spec
-        if spec.is_head_tied:
-            weight = embedding
-        else:
-            weight = self._checkpoint.tensor("lm_head.weight", (spec.vocab_size, spec.hidden_size))
-        tiles = [self._factory.pack(tile) for tile in torch.split(weight, VOCABULARY_TILE)]
-        return Head(tiles, spec.vocab_size)

@@ -9,7 +9,8 @@ import torch
 from pdserve.workers.attention.protocol import StepMetadata
 from pdserve.workers.kv.row_kernels import encode_halves, quantize_row
 from pdserve.workers.kv.rows import row_scales
-from pdserve.workers.model.families import Activation
+from pdserve.workers.model.families import Activation, Router
+from pdserve.workers.model.numba_mixture import add_weighted_rows, choose_experts, swiglu_clamped
 from pdserve.workers.model.ops import QKVParameters
 from pdserve.workers.model.scalar_math import exp32
 
@@ -56,7 +57,7 @@ def _add_norm(x, delta, post, has_post, weight, eps, out):  # type: ignore[no-un
 
 @numba.njit(nogil=True, fastmath=_ROW_MATH)
 def _norm_and_rotate(row, start, size, weight, has_norm, cos, sin, position, eps, out):  # type: ignore[no-untyped-def]  # numba infers the types
-    half = size // 2
+    half = cos.shape[1]
     if has_norm:
         scale = _inverse_rms(row, start, size, eps)
         for d in range(half):
@@ -64,12 +65,16 @@ def _norm_and_rotate(row, start, size, weight, has_norm, cos, sin, position, eps
             high = row[start + half + d] * scale * weight[half + d]
             out[d] = low * cos[position, d] - high * sin[position, d]
             out[half + d] = high * cos[position, d] + low * sin[position, d]
+        for d in range(2 * half, size):
+            out[d] = row[start + d] * scale * weight[d]
     else:
         for d in range(half):
             low = row[start + d]
             high = row[start + half + d]
             out[d] = low * cos[position, d] - high * sin[position, d]
             out[half + d] = high * cos[position, d] + low * sin[position, d]
+        for d in range(2 * half, size):
+            out[d] = row[start + d]
 
 
 @numba.njit(nogil=True, parallel=True, cache=True, fastmath=_ROW_MATH)
@@ -147,6 +152,13 @@ def _gelu_times(gate_up, out):  # type: ignore[no-untyped-def]  # numba infers t
             gate = gate_up[token, d]
             twice = _GELU_SCALE * (gate + _GELU_CUBE * gate * gate * gate)
             out[token, d] = gate / (_ONE + exp32(-twice)) * gate_up[token, size + d]
+
+
+_ACTIVATIONS = {
+    Activation.SILU: _silu_times,
+    Activation.GELU_TANH: _gelu_times,
+    Activation.SWIGLU_CLAMPED: swiglu_clamped,
+}
 
 
 @numba.njit(nogil=True, fastmath={"nnan", "nsz", "reassoc"})
@@ -234,9 +246,19 @@ class NumbaOps:
             _store_qkv(*inputs, kv.numpy(), query.numpy())
         return query
 
-    def activate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    def activate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         """See Ops.activate."""
         out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        kernel = _gelu_times if activation == Activation.GELU_TANH else _silu_times
-        kernel(gate_up.numpy(), out.numpy())
+        _ACTIVATIONS[activation](gate_up.numpy(), out.numpy())
         return out
+
+    def route(self, logits: torch.Tensor, top_k: int, kind: Router) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Ops.route."""
+        weights = torch.empty(logits.shape[0], top_k)
+        chosen = torch.empty(logits.shape[0], top_k, dtype=torch.int64)
+        choose_experts(logits.numpy(), kind is Router.NORMALISED, chosen.numpy(), weights.numpy())
+        return weights, chosen
+
+    def add_weighted(self, out: torch.Tensor, part: torch.Tensor, weights: torch.Tensor, tokens: torch.Tensor) -> None:
+        """See Ops.add_weighted."""
+        add_weighted_rows(out.numpy(), part.numpy(), weights.numpy(), tokens.numpy())

@@ -1,6 +1,6 @@
 """The operations between linears, behind one protocol: numba on CPU, torch on any device.
 
-Shape letters: T tokens, H hidden size, F intermediate size, Hq/Hkv heads, D head size.
+Shape letters: T tokens, H hidden size, F intermediate size, Hq/Hkv heads, D head size, E experts, K of a token.
 """
 
 from dataclasses import dataclass
@@ -9,11 +9,15 @@ from typing import Protocol
 import torch
 
 from pdserve.workers.attention.protocol import StepMetadata
+from pdserve.workers.model.families import Activation, Router
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QKVParameters:
-    """What turns a layer's fused projection into query, key and value. Norm weights are absent (None) or [D]."""
+    """What turns a layer's fused projection into query, key and value. Norm weights are absent (None) or [D].
+
+    cos and sin [positions, R / 2]: the first R dimensions of a head are rotated.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -42,5 +46,14 @@ class Ops(Protocol):
     ) -> torch.Tensor:
         """Norm and rotate query and key, write key and value to their blocks; return query [T, Hq, D]."""
 
-    def activate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    def activate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         """Return activation(gate) * up, [T, F], for gate_up [T, 2F]."""
+
+    def route(self, logits: torch.Tensor, top_k: int, kind: Router) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weights [T, K] and the numbers [T, K], int64, of the experts with the largest logits [T, E].
+
+        Of equal ones the lower number comes first.
+        """
+
+    def add_weighted(self, out: torch.Tensor, part: torch.Tensor, weights: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Add weights [t] times part [t, H] to the rows `tokens` [t] of out [T, H]."""

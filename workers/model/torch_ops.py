@@ -4,7 +4,7 @@ import torch
 
 from pdserve.workers.attention.protocol import StepMetadata
 from pdserve.workers.kv.rows import quantize_rows
-from pdserve.workers.model.families import Activation
+from pdserve.workers.model.families import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation, Router
 from pdserve.workers.model.ops import QKVParameters
 
 
@@ -13,8 +13,9 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    low, high = x.chunk(2, dim=-1)
-    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+    half = cos.shape[-1]
+    low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat([low * cos - high * sin, high * cos + low * sin, rest], dim=-1)
 
 
 class TorchOps:
@@ -50,9 +51,23 @@ class TorchOps:
             kv[blocks, side, :, offsets] = quantize_rows(rows) if kv.dtype == torch.int8 else rows.to(kv.dtype)
         return _rotate(query, cos, sin)
 
-    def activate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    def activate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         """See Ops.activate."""
         gate, up = gate_up.chunk(2, dim=-1)
+        if activation == Activation.SWIGLU_CLAMPED:
+            gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+            return gate * torch.sigmoid(gate * SWIGLU_ALPHA) * (up + 1)
         if activation == Activation.GELU_TANH:
             return torch.nn.functional.gelu(gate, approximate="tanh") * up
         return torch.nn.functional.silu(gate) * up
+
+    def route(self, logits: torch.Tensor, top_k: int, kind: Router) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Ops.route."""
+        order = logits.argsort(dim=-1, descending=True, stable=True)[:, :top_k]
+        if kind is Router.NORMALISED:
+            return torch.softmax(logits.gather(1, order), dim=-1), order
+        return torch.softmax(logits, dim=-1).gather(1, order), order
+
+    def add_weighted(self, out: torch.Tensor, part: torch.Tensor, weights: torch.Tensor, tokens: torch.Tensor) -> None:
+        """See Ops.add_weighted."""
+        out[tokens] += part * weights[:, None]

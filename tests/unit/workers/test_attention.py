@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.workers.attention.numba_cpu import NumbaAttention
-from pdserve.workers.attention.protocol import QUERY_TILE, StepMetadata, build_metadata
+from pdserve.workers.attention.protocol import QUERY_TILE, AttentionParameters, StepMetadata, build_metadata
 from pdserve.workers.attention.torch_reference import TorchAttention
 from pdserve.workers.engine.plan import Int32, SamplingArrays, StepPlan
 from pdserve.workers.kv.rows import dequantize_rows, quantize_rows
@@ -50,7 +50,9 @@ def make_case(
     return query, kv, build_metadata(plan, (window,), block_size)
 
 
-def definition(query: torch.Tensor, kv: torch.Tensor, step: StepMetadata, scale: float) -> torch.Tensor:
+def definition(
+    query: torch.Tensor, kv: torch.Tensor, step: StepMetadata, parameters: AttentionParameters
+) -> torch.Tensor:
     """Attention token by token in fp64."""
     place = step.groups[0]
     out = torch.zeros(query.shape, dtype=torch.float64)
@@ -64,8 +66,12 @@ def definition(query: torch.Tensor, kv: torch.Tensor, step: StepMetadata, scale:
             for head in range(query.shape[1]):
                 keys = kv[blocks, 0, head // group, offsets].double()
                 values = kv[blocks, 1, head // group, offsets].double()
-                weights = torch.softmax(keys @ query[token, head].double() * scale, 0)
-                out[token, head] = weights @ values
+                scores = keys @ query[token, head].double() * parameters.scale
+                if parameters.softcap:
+                    scores = parameters.softcap * torch.tanh(scores / parameters.softcap)
+                if parameters.sinks is not None:
+                    scores = torch.cat([scores, parameters.sinks[head : head + 1].double()])
+                out[token, head] = torch.softmax(scores, 0)[: len(values)] @ values
     return out.view(query.shape[0], -1)
 
 
@@ -76,13 +82,27 @@ def definition(query: torch.Tensor, kv: torch.Tensor, step: StepMetadata, scale:
     st.sampled_from(((4, 1, 32), (6, 2, 18), (3, 3, 64), (4, 4, 7))),
     st.sampled_from((0, 1, 5, 33, 64)),
     st.integers(0, 1000),
+    st.sampled_from((0.0, 1.5)),
+    st.booleans(),
 )
 def test_both_backends_are_the_definition(
-    rows: list[tuple[int, int]], block_size: int, shape: tuple[int, int, int], window: int, seed: int
+    rows: list[tuple[int, int]],
+    block_size: int,
+    shape: tuple[int, int, int],
+    window: int,
+    seed: int,
+    softcap: float,
+    has_sinks: bool,
 ) -> None:
     heads, kv_heads, size = shape
     query, kv, step = make_case(
         rows, block_size=block_size, heads=heads, kv_heads=kv_heads, size=size, window=window, seed=seed
+    )
+    parameters = AttentionParameters(
+        group=0,
+        scale=size**-0.5,
+        softcap=softcap,
+        sinks=torch.linspace(-2, 3, heads) if has_sinks else None,
     )
     rows8 = quantize_rows(kv)
     for held, values in (
@@ -90,9 +110,9 @@ def test_both_backends_are_the_definition(
         (kv.half(), kv.half().float()),
         (rows8, dequantize_rows(rows8, size)),
     ):
-        expected = definition(query, values, step, size**-0.5)
+        expected = definition(query, values, step, parameters)
         for backend in (NumbaAttention(), TorchAttention()):
-            found = backend.attend(query, held, step, 0, size**-0.5)
+            found = backend.attend(query, held, step, parameters)
             assert (found.double() - expected).abs().max() < 2e-5, type(backend).__name__
 
 
@@ -119,7 +139,9 @@ def test_a_query_has_the_same_bits_in_any_chunk_batch_and_block_size(window: int
             plan = make_plan(rows, table)
             batch = torch.cat([torch.randn(3 * others, heads, size), query[first : first + count]])
             step = build_metadata(plan, (window,), block_size)
-            parts.append(NumbaAttention().attend(batch, kv, step, 0, 0.2)[3 * others :])
+            parts.append(
+                NumbaAttention().attend(batch, kv, step, AttentionParameters(group=0, scale=0.2))[3 * others :]
+            )
         results.append(torch.cat(parts))
     for result in results[1:]:
         assert torch.equal(result, results[0])
@@ -135,7 +157,9 @@ def test_a_value_that_is_not_finite_reaches_only_the_queries_that_see_it(
     query, kv, step = make_case([(0, 8)], block_size=16, heads=4, kv_heads=1, size=16, window=window, seed=0)
     block = int(step.groups[0].block_table[0, 0])
     kv[block, 1, 0, 4] = bad
-    found = NumbaAttention().attend(query, quantize_rows(kv) if is_int8 else kv, step, 0, 0.25)
+    found = NumbaAttention().attend(
+        query, quantize_rows(kv) if is_int8 else kv, step, AttentionParameters(group=0, scale=0.25)
+    )
     sees = [token >= 4 and (window == 0 or token < 4 + window) for token in range(8)]
     assert (~torch.isfinite(found)).any(1).tolist() == sees
 

@@ -6,17 +6,26 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from pdserve.cluster.base.config import AttentionKind, EngineConfig, LinearKind
 from pdserve.cluster.base.errors import CheckpointError, ConfigError
 from pdserve.cluster.base.kv_layout import KVDtype
-from pdserve.workers.assembly import available_memory_bytes, check_memory, plan_memory
+from pdserve.workers.memory_plan import available_memory_bytes, check_memory, plan_memory
 from pdserve.workers.model.checkpoint import Checkpoint
 from pdserve.workers.model.families import read_spec
 from pdserve.workers.model.loader import load_model
-from pdserve.workers.model.rope import inverse_frequencies
+from pdserve.workers.model.rope import position_tables
 from pdserve.workers.model.source import default_name, prepare_model
-from support.checkpoints import make_config, save_checkpoint
+from support.checkpoints import LLAMA3_ROPE, YARN_ROPE, make_config, save_checkpoint
+
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * place for place in range(8)],
+    "long_factor": [2.0 + 0.5 * place for place in range(8)],
+    "original_max_position_embeddings": 64,
+}
 
 
 @pytest.fixture
@@ -42,11 +51,12 @@ def load(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not supported yet; supported: llama, qwen2"),
+        ({"model_type": "mamba"}, "model_type 'mamba' is none of the engine's own families .llama, mistral, qwen2"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"hidden_act": "relu"}, "activation 'relu'"),
         ({"num_key_value_heads": 4}, "num_attention_heads 6 is no multiple of num_key_value_heads 4"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type 'dynamic'"),
+        ({"model_type": "phimoe"}, "model_type 'phimoe' is none of the engine's own families .*engine.runner"),
         ({"layer_types": ["chunked_attention"] * 4}, "layer_types"),
     ],
 )
@@ -140,10 +150,28 @@ def test_models_are_found_by_folder_and_refused_by_name(folder: Path, tmp_path: 
         prepare_model(str(tmp_path / "fake.gguf"), tmp_path, progress)
 
 
-def test_rope_frequencies_equal_transformers(tmp_path: Path) -> None:
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    config = make_config("llama")
-    spec = read_spec(save_checkpoint(tmp_path / "llama", "llama"))
-    expected = LlamaRotaryEmbedding(config).inv_freq
-    torch.testing.assert_close(inverse_frequencies(spec.ropes[0], spec.head_dim), expected, rtol=1e-6, atol=0)
+@pytest.mark.parametrize(
+    ("family", "parameters"),
+    [
+        ("llama", {"rope_type": "default", "rope_theta": 5000.0}),
+        ("llama", {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}),
+        ("llama", LLAMA3_ROPE),
+        ("llama", YARN_ROPE),
+        ("qwen2", {**YARN_ROPE, "attention_factor": 1.3}),
+        ("phi3", {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        ("phi3", LONG_ROPE),
+    ],
+)
+@pytest.mark.parametrize("length", [32, 64, 200])
+def test_rotations_equal_transformers(tmp_path: Path, family: str, parameters: dict[str, object], length: int) -> None:
+    config = make_config(family, rope_parameters=parameters)
+    config.save_pretrained(str(tmp_path))
+    rope = read_spec(tmp_path).ropes[0]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config).model
+    rotary = type(model.rotary_emb)(config)
+    cos, sin = rotary(torch.zeros(1, length, 1), torch.arange(length)[None])
+    found_cos, found_sin = position_tables(rope, length, length)
+    half = rope.rotary_dim // 2
+    torch.testing.assert_close(found_cos, cos[0, :, :half], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found_sin, sin[0, :, :half], rtol=1e-5, atol=1e-5)

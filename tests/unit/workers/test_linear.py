@@ -5,7 +5,7 @@ import torch
 
 from pdserve.cluster.base.config import LinearKind
 from pdserve.cluster.base.errors import ConfigError
-from pdserve.workers.model.linear import PADDINGS, Linear, LinearFactory, Padding, find_padding
+from pdserve.workers.model.linear import PADDINGS, Linear, LinearFactory, Padding, Product, find_padding
 from pdserve.workers.model.numba_ops import divide_rows
 
 CPU = torch.device("cpu")
@@ -87,19 +87,20 @@ def test_the_cheapest_rule_that_holds_is_chosen() -> None:
 
 
 def test_a_kernel_without_a_rule_is_replaced_with_a_note() -> None:
-    factory = LinearFactory(LinearKind.FP32, CPU)
-    factory._packed = lambda weight, bias: (lambda x: x @ weight.T + x.shape[0] * 1e-3, 0)  # type: ignore[method-assign]
+    def pack(weight: torch.Tensor, bias: torch.Tensor | None, kind: LinearKind) -> tuple[Product, int]:
+        return (lambda x: x @ weight.T + x.shape[0] * 1e-3), 0
+
+    factory = LinearFactory(LinearKind.FP32, CPU, pack)
     linear = factory.pack(torch.eye(4))
     assert factory.notes == ["packed fp32 4x4 is not row-invariant"]
     assert torch.equal(linear(torch.ones(3, 4)), torch.ones(3, 4))
 
 
 def test_an_absent_kernel_is_replaced_with_a_note() -> None:
-    def absent(weight: torch.Tensor, bias: torch.Tensor | None) -> object:
+    def absent(weight: torch.Tensor, bias: torch.Tensor | None, kind: LinearKind) -> tuple[Product, int]:
         raise AttributeError("no such op")
 
-    factory = LinearFactory(LinearKind.FP16, CPU)
-    factory._packed = absent  # type: ignore[method-assign, assignment]
+    factory = LinearFactory(LinearKind.FP16, CPU, absent)
     linear = factory.pack(torch.eye(4), torch.ones(4))
     assert factory.notes == ["no packed fp16 kernel: no such op"]
     assert torch.equal(linear(torch.ones(3, 4)), torch.full((3, 4), 2.0))

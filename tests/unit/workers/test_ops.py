@@ -8,10 +8,10 @@ from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.workers.attention.protocol import GroupMetadata, StepMetadata
 from pdserve.workers.kv.row_kernels import decode_halves, encode_halves
 from pdserve.workers.kv.rows import dequantize_rows, quantize_rows
-from pdserve.workers.model.families import Activation, RopeSpec
+from pdserve.workers.model.families import Activation, Router
+from pdserve.workers.model.layers import group_by_expert
 from pdserve.workers.model.numba_ops import NumbaOps
 from pdserve.workers.model.ops import Ops, QKVParameters
-from pdserve.workers.model.rope import position_tables
 from pdserve.workers.model.scalar_math import exp32
 from pdserve.workers.model.torch_ops import TorchOps
 
@@ -54,7 +54,9 @@ def test_activations_equal_torch(activation: Activation, size: int) -> None:
 @pytest.mark.parametrize("size", [18, 64])
 def test_store_qkv_equals_torch_and_writes_only_its_slots(has_norm: bool, size: int) -> None:
     heads, kv_heads, tokens = 4, 2, 6
-    cos, sin = position_tables(RopeSpec(theta=10000.0), size, 64)
+    # Of the larger heads, only a part is rotated.
+    angles = torch.rand(64, size // 2 if size < 64 else size // 4)
+    cos, sin = angles.cos(), angles.sin()
     parameters = QKVParameters(
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -106,7 +108,8 @@ def test_store_qkv_equals_torch_and_writes_only_its_slots(has_norm: bool, size: 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_int8_rows_do_not_hide_what_is_not_finite(ops: Ops, bad: float) -> None:
     size = 18
-    cos, sin = position_tables(RopeSpec(theta=10000.0), size, 4)
+    angles = torch.rand(4, size // 2)
+    cos, sin = angles.cos(), angles.sin()
     parameters = QKVParameters(
         num_heads=1, num_kv_heads=1, head_dim=size, group=0, query_norm=None, key_norm=None, cos=cos, sin=sin, eps=EPS
     )
@@ -161,3 +164,33 @@ def test_halves_are_those_of_torch() -> None:
     encode_halves(given, given.view(np.uint32), halves)
     found = torch.from_numpy(halves).view(torch.float16)
     torch.testing.assert_close(found, cases.half(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", list(Router))
+def test_routing_equals_torch_breaks_ties_by_number_and_does_not_depend_on_the_batch(kind: Router) -> None:
+    logits = torch.randn(9, 8)
+    logits[3, 2:7] = 1.5
+    weights, chosen = NUMBA.route(logits, 3, kind)
+    expected_weights, expected = TORCH.route(logits, 3, kind)
+    assert torch.equal(chosen, expected)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-6, atol=1e-7)
+    for row in range(9):
+        alone = NUMBA.route(logits[row : row + 1], 3, kind)
+        assert torch.equal(alone[0][0], weights[row])
+        assert torch.equal(alone[1][0], chosen[row])
+
+
+def test_what_experts_say_is_added_to_their_tokens() -> None:
+    part, weights, tokens = torch.randn(3, 10), torch.rand(3), torch.tensor([4, 0, 2])
+    ours, theirs = torch.ones(5, 10), torch.ones(5, 10)
+    NUMBA.add_weighted(ours, part, weights, tokens)
+    TORCH.add_weighted(theirs, part, weights, tokens)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    assert torch.equal(ours[[1, 3]], torch.ones(2, 10))
+
+
+def test_tokens_are_grouped_by_expert_in_order() -> None:
+    chosen = torch.tensor([[3, 0], [0, 2], [2, 3]])
+    groups = [(number, tokens.tolist(), places.tolist()) for number, tokens, places in group_by_expert(chosen)]
+    assert groups == [(0, [0, 1], [1, 0]), (2, [1, 2], [1, 0]), (3, [0, 2], [0, 1])]
+    assert group_by_expert(chosen[:0]) == []

@@ -1,0 +1,95 @@
+"""Tensor-parallel engines whose ranks are threads of the test."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdserve.cluster.base.config import EngineConfig
+from pdserve.cluster.base.errors import RankLostError
+from pdserve.workers.assembly import AssembledEngine, LoadedRank, load_rank, make_follower
+from pdserve.workers.gang.rank_step import RankStep
+from pdserve.workers.model.parallel import thread_ranks
+from support.engines import make_engine
+
+OnStep = Callable[[int, RankStep], Callable[[int], None] | None]
+"""Called by each following rank with its number and its step; what it returns is called at each layer."""
+STEP_S = 60.0
+
+
+class _Follower:
+    def __init__(self, make_loaded: Callable[[], LoadedRank], rank: int, on_step: OnStep | None) -> None:
+        self.steps: queue.SimpleQueue[RankStep | None] = queue.SimpleQueue()
+        self.error: BaseException | None = None
+        self.loaded: LoadedRank | None = None
+        self.is_loaded = threading.Event()
+        self._make_loaded = make_loaded
+        self._rank = rank
+        self._on_step = on_step
+        self.thread = threading.Thread(target=self._run, name=f"rank {rank}", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.loaded = self._make_loaded()
+            self.is_loaded.set()
+            runner = make_follower(self.loaded, num_threads=1)
+            runner.bind_thread()
+            while (step := self.steps.get()) is not None:
+                runner.follow(step, None if self._on_step is None else self._on_step(self._rank, step))
+        except Exception as error:  # noqa: BLE001 — the barrier of a test's thread: reported when the gang ends
+            self.error = error
+            self.is_loaded.set()
+
+
+class _Queues:
+    """Hands steps to followers. See Followers."""
+
+    def __init__(self, followers: Sequence[_Follower]) -> None:
+        self._followers = followers
+
+    def lead(self, step: RankStep) -> None:
+        for follower in self._followers:
+            if follower.error is not None:
+                raise RankLostError(str(follower.error)) from follower.error
+            follower.steps.put(step)
+
+
+@dataclass(frozen=True, slots=True)
+class Gang:
+    """An engine of several ranks, and what the others have loaded."""
+
+    assembled: AssembledEngine
+    others: tuple[LoadedRank, ...]
+
+
+@contextmanager
+def running_gang(folder: Path, num_ranks: int, *, on_step: OnStep | None = None, **settings: object) -> Iterator[Gang]:
+    """An engine of `num_ranks`, in as many threads. `settings` are those of make_engine."""
+    groups = thread_ranks(num_ranks, STEP_S)
+    names = set(EngineConfig.model_fields)
+    shared = {"kv_memory_gib": 0.02, "linear": "fp32", **{key: settings[key] for key in settings if key in names}}
+    config = EngineConfig(tensor_parallel=num_ranks, **shared)  # type: ignore[arg-type]
+    followers: list[_Follower] = []
+    for group in groups[1:]:
+
+        def load(group: object = group) -> LoadedRank:
+            return load_rank(folder, config, max_model_len=None, num_threads=1, group=group)  # type: ignore[arg-type]
+
+        followers.append(_Follower(load, group.rank, on_step))
+        # One after the other: packing probes kernels at a thread count of the process.
+        assert followers[-1].is_loaded.wait(STEP_S)
+    try:
+        queues = _Queues(followers) if followers else None
+        assembled = make_engine(folder, group=groups[0], followers=queues, **settings)  # type: ignore[arg-type]
+        others = tuple(follower.loaded for follower in followers if follower.loaded is not None)
+        yield Gang(assembled, others)
+    finally:
+        for follower in followers:
+            follower.steps.put(None)
+        for follower in followers:
+            follower.thread.join(STEP_S)
+    errors = [follower.error for follower in followers if follower.error is not None]
+    assert not errors, errors
