@@ -1,8 +1,9 @@
 """The thread of a rank's sink end: verifies landed chunks and scatters them into bound blocks. One per rank.
 
 Everything about bindings happens on this one thread, in the order in which it was asked for: so a chunk that comes
-before BIND waits, and UNBIND is answered when no copy into those blocks is in hand. The thread decides nothing about a
-transfer (I9); it reports what it found. Remote bytes reach blocks nowhere else (I1).
+before BIND waits, also one that comes before this rank was told of its transfer, and UNBIND is answered when no copy
+into those blocks is in hand. The thread decides nothing about a transfer (I9); it reports what it found. Remote bytes
+reach blocks nowhere else (I1).
 """
 
 import logging
@@ -11,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pdserve.cluster.base.ids import Incarnation
 from pdserve.cluster.base.kv_layout import ChunkRange
 from pdserve.cluster.base.transfer_messages import Chunk, TransferId
 from pdserve.kvtransfer.pattern import pattern
@@ -82,6 +84,12 @@ class _Landed:
     header: Chunk
     bodies: LandedBodies
 
+    @property
+    def transfer(self) -> TransferId:
+        """Whose chunk it is."""
+        assert self.header.cargo is not None, "test patterns do not wait"
+        return self.header.cargo.transfer
+
 
 @dataclass(frozen=True, slots=True)
 class _Fence:
@@ -108,9 +116,13 @@ _Command = _Expect | _Bind | _Unbind | _Landed | _Fence | _Forget
 class LandingThread:
     """Runs commands in order."""
 
-    def __init__(self, events: LandingEvents) -> None:
+    def __init__(self, events: LandingEvents, incarnation: Incarnation) -> None:
+        """`incarnation` is the sink's."""
         self._events = events
+        self._incarnation = incarnation
         self._bindings: dict[TransferId, _Binding] = {}
+        self._early: list[_Landed] = []
+        self._last_transfer_no = 0
         self._fenced: set[int] = set()
         self._commands: deque[_Command | None] = deque()
         self._wake = threading.Condition()
@@ -180,7 +192,7 @@ class LandingThread:
     def _execute(self, command: _Command) -> None:
         match command:
             case _Expect(transfer):
-                self._bindings[transfer] = _Binding()
+                self._expect(transfer)
             case _Bind(transfer, target):
                 binding = self._bindings[transfer]
                 binding.target = target
@@ -200,9 +212,27 @@ class LandingThread:
                 self._fenced.add(link_no)
                 for binding in self._bindings.values():
                     binding.waiting = [landed for landed in binding.waiting if landed.header.link_no != link_no]
+                self._early = [landed for landed in self._early if landed.header.link_no != link_no]
                 self._events.link_fenced(link_no)
             case _Forget(link_no):
                 self._fenced.discard(link_no)
+
+    def _expect(self, transfer: TransferId) -> None:
+        """Numbers count up, and transfers are expected in order: what comes early is of a larger number."""
+        self._last_transfer_no = transfer.transfer_no
+        binding = self._bindings[transfer] = _Binding()
+        early, self._early = self._early, []
+        for landed in early:
+            if landed.transfer == transfer:
+                binding.waiting.append(landed)
+            elif landed.transfer.transfer_no > transfer.transfer_no:
+                self._early.append(landed)
+            else:
+                self._events.chunk_dropped(landed.header)
+
+    def _is_early(self, transfer: TransferId) -> bool:
+        """True if a transfer may be one of which this rank has not been told yet: its rank 0 is another process."""
+        return transfer.sink == self._incarnation and transfer.transfer_no > self._last_transfer_no
 
     def _land(self, landed: _Landed) -> None:
         header = landed.header
@@ -211,7 +241,9 @@ class LandingThread:
             self._events.test_verified(header, body == pattern(header.seq, header.num_bytes))
             return
         binding = self._bindings.get(header.cargo.transfer)
-        if binding is None or header.is_void:
+        if binding is None and not header.is_void and self._is_early(header.cargo.transfer):
+            self._early.append(landed)
+        elif binding is None or header.is_void:
             self._events.chunk_dropped(header)
         elif binding.target is None:
             binding.waiting.append(landed)

@@ -23,15 +23,16 @@ from pdserve.cluster.base.messages import (
     Tokens,
 )
 from pdserve.cluster.base.metrics import TransferMetrics, WorkerMetrics
+from pdserve.cluster.base.rank_messages import HandoffReport
 from pdserve.cluster.base.request import FinishReason, Request, TokenDelta, forks_of
 from pdserve.cluster.base.timeline import Timelines
 from pdserve.cluster.base.wire import Channel, ChannelClient, ChannelServer, ChannelSettings
 from pdserve.cluster.base.worker_info import Endpoint, Role, WorkerInfo, WorkerLoad
-from pdserve.kvtransfer.transports.factory import Transports
 from pdserve.workers.controller_link import ControllerLink
 from pdserve.workers.engine.engine import Engine
 from pdserve.workers.engine.reservation import Reservation
 from pdserve.workers.engine_thread import EngineThread, StepResult
+from pdserve.workers.handoff.ranks import Gang, HandoffRanks
 from pdserve.workers.handoff.settings import HandoffSettings
 from pdserve.workers.handoff.sink_service import Offer, SinkService
 from pdserve.workers.handoff.source_service import SourceService
@@ -54,9 +55,11 @@ class WorkerSettings:
     channel: ChannelSettings
     transfer: TransferConfig
     copiers: tuple[BlockCopier, ...]
-    """One for each rank."""
+    """One for each rank in this process."""
     max_waiting: int
     clock: Clock
+    gang: Gang | None = None
+    """The ranks in other processes."""
 
 
 class Worker:
@@ -80,10 +83,10 @@ class Worker:
         self._engine = engine
         self._source: SourceService | None = None
         self._sink: SinkService | None = None
+        self._ranks: HandoffRanks | None = None
         self._counted = WorkerLoad()
         self._failure: str | None = None
         self._info: WorkerInfo | None = None
-        self._transports = Transports(settings.transfer, settings.channel.token, self._is_receiving)
         self._thread = EngineThread(engine, self._publish, self._engine_failed)
         self._server = ChannelServer(settings.channel, self)
         self._controller = ControllerLink(self)
@@ -103,24 +106,39 @@ class Worker:
         return self._info
 
     async def _start_handoff(self, info: WorkerInfo) -> None:
+        own = self._settings
         settings = HandoffSettings(
             worker_id=info.worker_id,
             incarnation=info.incarnation,
             numerics_digest=info.numerics_digest,
-            config=self._settings.transfer,
-            channel=self._settings.channel,
-            copiers=self._settings.copiers,
-            clock=self._settings.clock,
-            transports=self._transports,
+            config=own.transfer,
+            channel=own.channel,
+            layout=own.copiers[0].layout,
+            clock=own.clock,
         )
-        if info.role is not Role.MIXED:
-            await self._transports.start(self._settings.host, is_source=info.role is Role.PREFILL)
+        self._ranks = HandoffRanks(own, info, self._rank_reported)
+        await self._ranks.start()
         if info.role is Role.PREFILL:
-            self._source = SourceService(self._engine, self._thread, settings, self._transfer_metrics)
+            self._source = SourceService(
+                self._engine,
+                self._thread,
+                settings,
+                self._transfer_metrics,
+                self._ranks.ports,
+                self._ranks.exporters,
+            )
             await self._source.start()
         elif info.role is Role.DECODE:
-            self._sink = SinkService(self._engine, self, settings, self._transfer_metrics, self._settings.max_waiting)
+            self._sink = SinkService(
+                self._engine, self, settings, self._transfer_metrics, own.max_waiting, self._ranks.ports
+            )
             await self._sink.start()
+
+    def _rank_reported(self, report: HandoffReport) -> None:
+        if self._source is not None:
+            self._source.reported(report)
+        elif self._sink is not None:
+            self._sink.reported(report)
 
     async def stop(self) -> None:
         """Close every channel and end the threads."""
@@ -131,12 +149,10 @@ class Worker:
         await self._server.stop()
         if self._source is not None:
             await self._source.stop()
-        await self._transports.stop()
+        if self._ranks is not None:
+            await self._ranks.stop()
         if not await asyncio.to_thread(self._thread.stop, STOP_TIMEOUT_S):
             logger.error("the engine thread did not stop within %g s", STOP_TIMEOUT_S)
-
-    def _is_receiving(self) -> bool:
-        return self._sink is not None and self._sink.num_receiving > 0
 
     @property
     def num_live(self) -> int:

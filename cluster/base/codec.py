@@ -16,7 +16,7 @@ import msgpack
 from pdserve.cluster.base.errors import ProtocolError
 from pdserve.cluster.base.messages import MESSAGE_TYPES, Message
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_INT_BITS = 64
 
 Wire = None | bool | int | float | str | bytes | list["Wire"]
@@ -85,11 +85,31 @@ def _tuple_coders(element: typing.Any) -> tuple[Coder, Coder]:
 def _optional_coders(hint: typing.Any) -> tuple[Coder, Coder]:
     inner = [argument for argument in typing.get_args(hint) if argument is not type(None)]
     if len(inner) != 1:
-        raise TypeError(f"no coder for {hint!r}")
+        return _union_coders(hint)
     encode, decode = _coders(inner[0])
     return (lambda value: None if value is None else encode(value)), (
         lambda value: None if value is None else decode(value)
     )
+
+
+def _union_coders(hint: typing.Any) -> tuple[Coder, Coder]:
+    """A value of several records: its place in the union, then its fields."""
+    kinds = typing.get_args(hint)
+    if not all(is_dataclass(kind) for kind in kinds):
+        raise TypeError(f"no coder for {hint!r}")
+    coders = [_record_coders(typing.cast(type, kind)) for kind in kinds]
+    places = {kind: place for place, kind in enumerate(kinds)}
+
+    def encode(value: object) -> list[Wire]:
+        place = places[type(value)]
+        return [place, coders[place][0](value)]
+
+    def decode(value: object) -> object:
+        if type(value) is not list or len(value) != 2 or type(value[0]) is not int or not 0 <= value[0] < len(coders):
+            raise _refuse(f"one of {len(coders)} records", value)
+        return coders[value[0]][1](value[1])
+
+    return encode, decode
 
 
 def _enum_coders(kind: type[Enum]) -> tuple[Coder, Coder]:

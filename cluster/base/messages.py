@@ -8,6 +8,7 @@
     controller → ingress   View, RouteAnswer, MetricsAnswer
     controller → any       MetricsRequest, TraceRequest;  any → controller: MetricsText, Trace
     worker ↔ worker        transfer_messages
+    rank ↔ rank 0          rank_messages, of one worker
     both ways              Heartbeat (sent by the channel itself)
 
 Adding a message means adding a class here and to MESSAGE_TYPES; its place in that tuple is its code on the wire.
@@ -16,6 +17,7 @@ Adding a message means adding a class here and to MESSAGE_TYPES; its place in th
 from dataclasses import dataclass
 
 from pdserve.cluster.base.ids import IngressId, RequestId, WorkerId
+from pdserve.cluster.base.rank_messages import RANK_MESSAGES, RankMessage
 from pdserve.cluster.base.request import Request, TokenDelta
 from pdserve.cluster.base.route import Route
 from pdserve.cluster.base.transfer_messages import (
@@ -260,6 +262,7 @@ MESSAGE_TYPES: tuple[type["Message"], ...] = (
     Commit,
     TransferAbort,
     Progress,
+    *RANK_MESSAGES,
 )
 Message = (
     Heartbeat
@@ -302,4 +305,5 @@ Message = (
     | Commit
     | TransferAbort
     | Progress
+    | RankMessage
 )

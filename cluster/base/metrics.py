@@ -5,6 +5,8 @@ Labels are bounded (endpoint, reason, code), never a request id. Names carry the
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from pdserve.cluster.base.rank_messages import RankCounter
+
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
@@ -169,6 +171,16 @@ class TransferMetrics:
             "link_demotions",
             "Transports put to rest for a minute or more: one that never opened, or broke three times.",
         )
+        self._of_ranks = {
+            RankCounter.STALE: self.stale,
+            RankCounter.FENCES: self.fences,
+            RankCounter.NACKS: self.nacks,
+            RankCounter.DEMOTIONS: self.demotions,
+        }
+
+    def count(self, counter: RankCounter) -> None:
+        """A rank has counted something."""
+        self._of_ranks[counter].inc()
 
 
 def merge_metrics(parts: dict[str, str]) -> str:

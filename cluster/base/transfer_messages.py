@@ -57,7 +57,10 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenLink:
-    """The sink wants a link for a stream over this transport. Answered by LinkOffer or CloseLink."""
+    """The sink wants a link for a stream over this transport. Answered by LinkOffer or CloseLink.
+
+    `link_no` is the sink's, of all its links; as in every message about a link, `stream_no` says whose rank it is.
+    """
 
     link_no: int
     stream_no: int
@@ -69,6 +72,7 @@ class LinkOffer:
     """Where the sink attaches. `address` is the transport's own text."""
 
     link_no: int
+    stream_no: int
     address: str
     slot_bytes: int
     num_slots: int
@@ -79,6 +83,7 @@ class LinkAttached:
     """The sink has attached: the source may send its test pattern. `answer` is the transport's own text."""
 
     link_no: int
+    stream_no: int
     answer: str = ""
 
 
@@ -87,6 +92,7 @@ class CloseLink:
     """The link is over, or never came to be."""
 
     link_no: int
+    stream_no: int
     reason: str
     is_temporary: bool = False
     """There is no room for a link now: nothing is wrong with its transport."""
@@ -154,6 +160,7 @@ class Credit:
     """The sink has done with the chunk: its slot is the source's again."""
 
     link_no: int
+    stream_no: int
     seq: int
     slot: int
 
@@ -163,6 +170,7 @@ class Nack:
     """The sink could not verify the chunk; the source sends it again from the slot it still holds."""
 
     link_no: int
+    stream_no: int
     seq: int
     slot: int
     reason: str

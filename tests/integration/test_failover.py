@@ -19,14 +19,19 @@ WIDE = DigestModel(num_heads=4, tp_size=4)
 
 
 @pytest.fixture(autouse=True)
-def fragile(monkeypatch: pytest.MonkeyPatch) -> None:
+def _fragile_transports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every worker has transports that can be killed."""
-    monkeypatch.setattr("pdserve.workers.worker.Transports", FragileTransports)
+    monkeypatch.setattr("pdserve.workers.handoff.ranks.Transports", FragileTransports)
 
 
 def kill(worker: Worker, kind: TransportKind) -> None:
-    assert isinstance(worker._transports, FragileTransports)
-    worker._transports.killed.add(kind.value)
+    fragile(worker).killed.add(kind.value)
+
+
+def fragile(worker: Worker) -> FragileTransports:
+    transports = worker._ranks.local.transports  # type: ignore[union-attr]
+    assert isinstance(transports, FragileTransports)
+    return transports
 
 
 async def let_layers_pass(pair: Pair, runner: GatedRunner, count: int) -> None:
@@ -88,20 +93,19 @@ async def test_what_lay_in_slots_and_was_not_credited_is_sent_again(first: Trans
 
 
 def outstanding(pair: Pair) -> int:
-    (sink,) = pair.prefill._source._sinks.values()  # type: ignore[union-attr]
-    return sum(link.sender.num_outstanding for link in sink.links())
+    links = pair.prefill._ranks.local.sources[0].links_of(1).links()  # type: ignore[union-attr]
+    return sum(link.sender.num_outstanding for link in links)
 
 
 async def test_a_better_transport_is_taken_again_when_it_has_rested_and_nothing_is_on_its_way() -> None:
     # known_faults B063
     transfer = TransferConfig(transports=(TransportKind.SHM, TransportKind.TCP), slot_bytes=64 << 10)
     async with running_pair(transfer) as pair:
-        assert isinstance(pair.prefill._transports, FragileTransports)
         kill(pair.prefill, TransportKind.SHM)
         request = make_request("r", [10] * LENGTH, max_tokens=3)
         assert (await generate(pair.replayer, request))[0] == MODEL.generate(request)
         assert transports_of(pair.decode) == {"tcp"}
-        pair.prefill._transports.killed.clear()
+        fragile(pair.prefill).killed.clear()
         gaps = 0
 
         def is_back() -> bool:

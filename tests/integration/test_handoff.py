@@ -240,7 +240,7 @@ async def test_a_sink_that_stalls_costs_its_links_and_is_used_again_when_it_move
         task = asyncio.create_task(generate(pair.replayer, request))
         await eventually(lambda: pair.prefill.load().num_sending == 1, "it is sent")
         await eventually(lambda: pair.prefill.load().num_sending == 0, "the stall ended it")
-        assert pair.prefill._engine.pool.is_all_free
+        await eventually(lambda: pair.prefill._engine.pool.is_all_free, "its blocks are free")
         assert not has_link(pair.decode)
         copiers[0].gate.set()
         assert (await task)[0] == MODEL.generate(request)
@@ -495,9 +495,9 @@ async def test_a_credit_that_was_never_earned_costs_the_sink_its_channel_and_nob
     # I2, I17
     async with running_pair(transfer_config(TransportKind.SHM)) as pair:
         (peer,) = pair.decode._sink._peers.all()  # type: ignore[union-attr]
-        link = peer._keepers[0].link
-        assert link is not None
-        peer.post(Credit(link_no=link.link_no, seq=77, slot=0))
+        (keeper,) = pair.decode._ranks.local.sinks[0].links_of(peer.pair_no).keepers  # type: ignore[union-attr]
+        assert keeper.link is not None
+        peer.post(Credit(link_no=keeper.link.link_no, stream_no=0, seq=77, slot=0))
         await eventually(lambda: not has_link(pair.decode), "disconnected")
         await eventually(lambda: has_link(pair.decode), "linked again")
         request = make_request("r", [10] * 40, max_tokens=3)
@@ -508,7 +508,7 @@ async def test_a_credit_that_was_never_earned_costs_the_sink_its_channel_and_nob
 async def test_data_connections_without_the_token_or_a_key_are_refused() -> None:
     # I17
     async with running_pair(transfer_config(TransportKind.TCP)) as pair:
-        listener = pair.prefill._transports.listener
+        listener = pair.prefill._ranks.local.transports.listener
         for token, key in ((b"wrong", "x"), (CHANNEL.token, "nobody"), (CHANNEL.token, "k" * 999)):
             receiver = TcpReceiver(
                 f"{listener.host}|{listener.port}|{key}",

@@ -112,7 +112,7 @@ async def test_a_link_that_died_in_silence_costs_one_reconnect_and_no_token() ->
             return channels.endpoint
 
         async with running_worker(controller, name="prefill-0", transfer=transfer, reach=reach) as prefill:
-            listener = prefill._transports.listener
+            listener = prefill._ranks.local.transports.listener
             data.target = Endpoint(host=listener.host, port=listener.port)
             listener.port = data.endpoint.port
             async with running_worker(controller, name="decode-0", transfer=transfer) as decode:

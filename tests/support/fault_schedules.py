@@ -77,7 +77,7 @@ class Schedule:
         monkeypatch.setattr("support.services.CHANNEL", replace(CHANNEL, heartbeat_s=1.2, silence_s=2.5))
         monkeypatch.setattr("pdserve.workers.controller_link.REPORT_INTERVAL_S", 1.0)
         monkeypatch.setattr(
-            "pdserve.workers.worker.Transports",
+            "pdserve.workers.handoff.ranks.Transports",
             lambda config, token, is_receiving: FaultyTransports(
                 config, self._faults, self._loop.network, self._senders
             ),
@@ -162,7 +162,14 @@ class Schedule:
             test_interval_s=self._rng.choice((1.0, 60.0, 60.0, 60.0)),
         )
         engine = self._make_engine(name)
-        worker = running_worker(self._controller, engine, name, transfer=transfer, clock=LoopClock())
+        worker = running_worker(
+            self._controller,
+            engine,
+            name,
+            transfer=transfer,
+            clock=LoopClock(),
+            distance_s=self._rng.choice((None, 0.002, 0.05)),
+        )
         entered = await self._as_owner(name, stack.enter_async_context(worker))
         self._workers[name] = entered, engine
 

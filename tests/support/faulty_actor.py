@@ -4,6 +4,7 @@ from typing import Any
 
 from pdserve.workers import hosting, worker
 from pdserve.workers.actors import WorkerActor
+from pdserve.workers.handoff import ranks
 from support.fragile_transports import FragileTransports
 from support.runners import DamagingCopier
 
@@ -14,7 +15,7 @@ class FaultyWorkerActor(WorkerActor):
     """See WorkerActor."""
 
     def __init__(self, *arguments: Any) -> None:
-        worker.Transports = FragileTransports  # type: ignore[misc]
+        ranks.Transports = FragileTransports  # type: ignore[misc]
         hosting.BlockCopier = lambda store: DamagingCopier(store, share=DAMAGED_SHARE)  # type: ignore[misc,assignment]
         super().__init__(*arguments)
 
@@ -25,7 +26,7 @@ class FaultyWorkerActor(WorkerActor):
 
     async def kill_transport(self, name: str) -> None:
         """See FragileTransports."""
-        transports = self._served._transports
+        transports = self._served._ranks.local.transports  # type: ignore[union-attr]
         assert isinstance(transports, FragileTransports)
         transports.killed.add(name)
 

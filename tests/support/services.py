@@ -1,6 +1,7 @@
 """A worker on the digest model and an ingress application, on real channels, in one event loop."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from pdserve.workers.kv.store import KVStore
 from pdserve.workers.model.digest import DigestModel, DigestRunner
 from pdserve.workers.worker import Worker, WorkerSettings
 from support.controllers import StubController
+from support.distant import DistantGang, FollowedRunner
 from support.engines import make_digest_engine
 from support.workers import make_info
 
@@ -63,10 +65,11 @@ async def running_worker(
     make_copier: Callable[[KVStore], BlockCopier] = BlockCopier,
     reach: Callable[[Endpoint], Endpoint] = lambda endpoint: endpoint,
     clock: Clock | None = None,
+    distance_s: float | None = None,
 ) -> AsyncIterator[Worker]:
     """A worker that has registered, in the role that its name says, on the digest model unless told.
 
-    `reach` says where others are told to find it.
+    `reach` says where others are told to find it. With `distance_s`, ranks other than 0 are as if in other processes.
     """
     engine = engine or make_digest_engine(MODEL)
     if not stores:
@@ -80,13 +83,22 @@ async def running_worker(
     copiers = tuple(map(make_copier, stores))
     for copier in copiers:
         copier.warm_up()
+    transfer = transfer or TransferConfig(slot_bytes=64 << 10)
+    clock = clock or SystemClock()
+    gang = None
+    if distance_s is not None and len(copiers) > 1:
+        assert isinstance(engine.runner, DigestRunner), "a real model's ranks are elsewhere"
+        gang = DistantGang(copiers[1:], transfer, CHANNEL, clock, random.Random(name), distance_s)
+        engine.runner = FollowedRunner(engine.runner, gang)
+        copiers = copiers[:1]
     settings = WorkerSettings(
         host="127.0.0.1",
         channel=CHANNEL,
-        transfer=transfer or TransferConfig(slot_bytes=64 << 10),
+        transfer=transfer,
         copiers=copiers,
         max_waiting=256,
-        clock=clock or SystemClock(),
+        clock=clock,
+        gang=gang,
     )
     worker = Worker(engine, settings, describe, controller.resolve)
     await worker.start()
@@ -95,6 +107,8 @@ async def running_worker(
         yield worker
     finally:
         await worker.stop()
+        if gang is not None:
+            await gang.stop()
 
 
 @asynccontextmanager

@@ -60,8 +60,8 @@ class LoopCondition:
 class LoopLanding(LandingThread):
     """See LandingThread."""
 
-    def __init__(self, events: Any) -> None:
-        super().__init__(events)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._turns = Turns(self._turn, 0.001)
         self._wake = LoopCondition(self._turns)  # type: ignore[assignment]
 
@@ -163,5 +163,5 @@ class LoopEngineThread(EngineThread):
 def use_loop_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers made from now on have no threads."""
     monkeypatch.setattr("pdserve.workers.worker.EngineThread", LoopEngineThread)
-    monkeypatch.setattr("pdserve.workers.handoff.landings.LandingThread", LoopLanding)
+    monkeypatch.setattr("pdserve.workers.handoff.sink_rank.LandingThread", LoopLanding)
     monkeypatch.setattr("pdserve.workers.handoff.outgoing_link.ChunkSender", LoopSender)

@@ -12,6 +12,7 @@ from pdserve.workers.engine.plan import StepPlan
 from pdserve.workers.engine.scheduler import PlannedPrefill, Scheduler, SchedulerSettings
 from pdserve.workers.engine.step_model import StepModel, StepShape
 from pdserve.workers.engine.strategies import Strategy
+from pdserve.workers.gang.rank_step import Exported
 from pdserve.workers.kv.host_tier import HostTier
 from pdserve.workers.model.runner import ModelRunner
 
@@ -21,8 +22,8 @@ COPY_FORGIVENESS = 0.98
 class KVExports(Protocol):
     """Ships the KV of prefill-only sequences while it is computed."""
 
-    def begin_step(self, prefills: Sequence[PlannedPrefill]) -> bool:
-        """Learn what the step computes; True if layers should be announced."""
+    def begin_step(self, prefills: Sequence[PlannedPrefill]) -> Exported:
+        """Learn what the step computes; return what of it is shipped, whose layers are announced then."""
 
     def layer_done(self, layer: int) -> None:
         """The step's KV of this layer is in the store."""
@@ -80,8 +81,9 @@ class Engine:
             return []
         start_time = self._clock.now()
         exports = self.exports
-        has_exports = exports is not None and exports.begin_step(self.scheduler.planned_prefills())
-        output = self.runner.execute(plan, exports.layer_done if exports is not None and has_exports else None)
+        exported = () if exports is None else exports.begin_step(self.scheduler.planned_prefills())
+        on_layer = exports.layer_done if exports is not None and exported else None
+        output = self.runner.execute(plan, on_layer, exported)
         deltas = self.scheduler.update(output)
         self.times.observe(shape_of(plan), self._clock.now() - start_time)
         self.num_steps += 1

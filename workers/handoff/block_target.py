@@ -6,7 +6,7 @@ import numpy as np
 
 from pdserve.cluster.base.kv_layout import ChunkRange
 from pdserve.kvtransfer.layout import Stream, chunk_bytes
-from pdserve.workers.engine.block_pool import NO_BLOCK, BlockLists
+from pdserve.workers.engine.block_pool import NO_BLOCK
 from pdserve.workers.kv.copy import BlockCopier
 
 
@@ -17,7 +17,7 @@ class BlockTarget:
         self,
         copier: BlockCopier,
         streams: Sequence[Stream],
-        blocks: BlockLists,
+        blocks: Sequence[Sequence[int]],
         num_tokens: int,
         *,
         num_cached_tokens: int,

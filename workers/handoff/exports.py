@@ -1,45 +1,59 @@
-"""Ships the KV of prefills while the forward pass computes it.
+"""Ships the KV of prefills while the forward pass of a rank computes it.
 
-`KVExporter` is called by the engine thread at each step and each layer; it announces chunks to the streams of the
-prefill's pair and never waits. The blocks of an announced chunk are pinned until it is gathered or dropped, so the
-sequence may end, or be put back, meanwhile (I4).
+`RankExporter` is called by the thread that runs the rank's steps, at each step and each layer; it announces chunks to
+the streams of the prefill's pair and never waits. Rank 0 keeps the blocks of a step pinned until every rank has
+released what the step announced (export_book.py, I4).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-
-from pdserve.cluster.base.ids import RequestId
-from pdserve.cluster.base.kv_layout import ChunkRange, KVLayout
+from pdserve.cluster.base.kv_layout import ChunkRange
 from pdserve.cluster.base.transfer_messages import Cargo, TransferId
 from pdserve.kvtransfer.chunk_stream import ChunkStream
 from pdserve.kvtransfer.layout import LayerSpan, chunk_bytes, chunks_of, first_sent
-from pdserve.workers.engine.block_pool import BlockPool
 from pdserve.workers.engine.plan import Int32
-from pdserve.workers.engine.scheduler import PlannedPrefill
+from pdserve.workers.gang.rank_step import ExportedStep
 from pdserve.workers.kv.copy import BlockCopier
 
+OnReleased = Callable[[TransferId, int], None]
+"""Called on any thread with a transfer and the end token of one of its steps."""
+Streams = Mapping[int, ChunkStream]
+"""The streams of a pair that begin at this rank, by number."""
 
-@dataclass(slots=True, kw_only=True)
-class Export:
-    """One prefill whose KV goes to a sink. There are no streams if nothing is shipped."""
 
-    transfer: TransferId
-    num_tokens: int
-    num_held: int
-    streams: Sequence[ChunkStream]
-    is_void: bool = False
-    """Set by the I/O loop when the transfer ends."""
-    has_started: bool = False
-    num_computed: int = 0
-    num_chunks: list[int] = field(default_factory=list)
-    """Chunks announced so far, in each stream."""
-    sent_until: dict[tuple[int, LayerSpan], int] = field(default_factory=dict)
-    """By stream and span."""
+class _RankExport:
+    """What a rank knows of a transfer."""
 
-    def __post_init__(self) -> None:
-        self.num_chunks = [0] * len(self.streams)
+    def __init__(self) -> None:
+        self.is_void = False
+
+
+class _AnnouncedStep:
+    """What one step announces of one transfer. Released when no chunk of it needs its blocks any more."""
+
+    def __init__(self, step: ExportedStep, export: _RankExport, streams: Streams, on_released: OnReleased) -> None:
+        self.step = step
+        self.export = export
+        self.streams = streams
+        self.next_chunks = list(step.first_chunks)
+        self._on_released = on_released
+        # One for the step itself, until all its layers are announced.
+        self._num_held = 1
+        self._lock = threading.Lock()
+
+    def hold(self) -> None:
+        """A chunk is announced."""
+        with self._lock:
+            self._num_held += 1
+
+    def release(self) -> None:
+        """A chunk is gathered or dropped, or the step's last layer announced."""
+        with self._lock:
+            self._num_held -= 1
+            is_last = self._num_held == 0
+        if is_last:
+            self._on_released(self.step.transfer, self.step.end_token)
 
 
 class _ExportedChunk:
@@ -48,120 +62,92 @@ class _ExportedChunk:
     was_sent = False
 
     def __init__(
-        self,
-        export: Export,
-        stream: ChunkStream,
-        chunk_no: int,
-        chunk: ChunkRange,
-        blocks: Int32,
-        copier: BlockCopier,
-        pool: BlockPool,
+        self, announced: _AnnouncedStep, stream: ChunkStream, chunk_no: int, chunk: ChunkRange, copier: BlockCopier
     ) -> None:
-        """`blocks` is the table of the chunk's group, complete up to its last token."""
-        self.transfer = export.transfer
+        self.transfer = announced.step.transfer
         self.num_bytes = chunk_bytes(stream.stream, chunk)
-        self._export = export
+        self._announced = announced
         self._stream = stream
         self._chunk_no = chunk_no
         self._range = chunk
-        self._blocks = blocks
         self._copier = copier
-        self._pool = pool
-        self._pinned = blocks[chunk.first_token // copier.layout.block_size :]
-        pool.pin(chunk.group, self._pinned)
+        announced.hold()
 
     @property
     def is_void(self) -> bool:
-        return self._export.is_void
+        return self._announced.export.is_void
 
     def load(self, buffer: memoryview) -> Cargo:
-        checksum = self._copier.gather(self._range, self._blocks, buffer, self._stream.stream.wire_dtype)
-        return Cargo(transfer=self._export.transfer, chunk_no=self._chunk_no, range=self._range, checksum=checksum)
+        blocks: Int32 = self._announced.step.blocks[self._range.group]
+        checksum = self._copier.gather(self._range, blocks, buffer, self._stream.stream.wire_dtype)
+        return Cargo(transfer=self.transfer, chunk_no=self._chunk_no, range=self._range, checksum=checksum)
 
     def release(self) -> None:
-        self._pool.unpin(self._range.group, self._pinned)
+        self._announced.release()
 
 
-class KVExporter:
-    """Knows the exports of a worker. See KVExports; `begin_step` and `layer_done` run on the engine thread."""
+class RankExporter:
+    """Knows the transfers that a rank ships. `begin_step` and `layer_done` run on the thread of the rank's steps."""
 
-    def __init__(
-        self,
-        copiers: Sequence[BlockCopier],
-        pool: BlockPool,
-        *,
-        on_start: Callable[[TransferId], None],
-    ) -> None:
-        """`copiers` are the ranks'.
-
-        `on_start` is called when the engine computes an export for the first time; it must not block.
-        """
-        self._copiers = copiers
-        self._layout: KVLayout = copiers[0].layout
-        self._pool = pool
-        self._on_start = on_start
-        self._exports: dict[RequestId, Export] = {}
-        self._step: list[_StepExport] = []
+    def __init__(self, copier: BlockCopier, streams_of: Callable[[int], Streams], on_released: OnReleased) -> None:
+        """`streams_of` returns the streams of a pair, none if it is gone; called on the thread of the steps."""
+        self._copier = copier
+        self._layout = copier.layout
+        self._streams_of = streams_of
+        self._on_released = on_released
+        self._exports: dict[TransferId, _RankExport] = {}
+        self._early_drops: set[TransferId] = set()
+        self._lock = threading.Lock()
+        self._step: list[_AnnouncedStep] = []
 
     def __len__(self) -> int:
-        """Exports known."""
-        return len(self._exports)
+        """Transfers known."""
+        return len(self._exports) + len(self._early_drops)
 
-    def add(self, request_id: RequestId, export: Export) -> None:
-        """Ship what the engine computes for this request; from the I/O loop, before the request is submitted."""
-        self._exports[request_id] = export
-
-    def remove(self, request_id: RequestId) -> None:
-        """Ship nothing more of it; from the I/O loop."""
-        export = self._exports.pop(request_id, None)
-        if export is not None:
-            export.is_void = True
-
-    def begin_step(self, prefills: Sequence[PlannedPrefill]) -> bool:
-        """See KVExports."""
-        self._step = []
-        for prefill in prefills:
-            export = self._exports.get(prefill.request_id)
+    def drop(self, transfer: TransferId) -> None:
+        """Ship nothing more of it. Every transfer that a step names is dropped once; from the loop."""
+        with self._lock:
+            export = self._exports.pop(transfer, None)
             if export is None:
-                continue
-            export.num_computed = prefill.first_token
-            if not export.has_started:
-                export.has_started = True
-                self._on_start(export.transfer)
-            if export.streams:
-                tables = [np.array(blocks, np.int32) for blocks in prefill.blocks]
-                self._step.append(_StepExport(export, prefill.end_token, tables))
+                # Its first step is on its way, on another path than this order.
+                self._early_drops.add(transfer)
+            else:
+                export.is_void = True
+
+    def begin_step(self, exported: Sequence[ExportedStep]) -> bool:
+        """Learn what the step computes of which transfers; True if layers should be announced."""
+        self._step = [
+            _AnnouncedStep(step, self._export_of(step), self._streams_of(step.sink_no), self._on_released)
+            for step in exported
+        ]
         return bool(self._step)
 
+    def _export_of(self, step: ExportedStep) -> _RankExport:
+        with self._lock:
+            if step.transfer in self._early_drops:
+                self._early_drops.remove(step.transfer)
+                export = _RankExport()
+                export.is_void = True
+                return export
+            return self._exports.setdefault(step.transfer, _RankExport())
+
     def layer_done(self, layer: int) -> None:
-        """See KVExports."""
-        for step in self._step:
-            for stream in step.export.streams:
+        """The step's KV of this layer is in the store."""
+        for announced in self._step:
+            for stream in announced.streams.values():
                 for span in stream.spans.get(layer, ()):
-                    if not step.export.is_void:
-                        self._announce(step, stream, span)
+                    if not announced.export.is_void:
+                        self._announce(announced, stream, span)
+        if layer == self._layout.num_layers - 1:
+            step, self._step = self._step, []
+            for announced in step:
+                announced.release()
 
-    def _announce(self, step: "_StepExport", stream: ChunkStream, span: LayerSpan) -> None:
-        export, layout, key = step.export, self._layout, (stream.number, span)
-        # What was cached here is shipped with the first step; a prefill that was put back computes again what was
-        # shipped already.
-        first = max(export.sent_until.get(key, 0), first_sent(layout, span.group, export.num_tokens, export.num_held))
-        if first >= step.end_token:
-            return
-        copier = self._copiers[stream.stream.source_rank]
+    def _announce(self, announced: _AnnouncedStep, stream: ChunkStream, span: LayerSpan) -> None:
+        step = announced.step
+        # What was cached is shipped with the first step.
+        first = max(step.send_from, first_sent(self._layout, span.group, step.num_tokens, step.num_held))
         for chunk in chunks_of(stream.stream, span, first, step.end_token):
-            last_block = (chunk.end_token - 1) // layout.block_size
-            blocks = step.tables[span.group][: last_block + 1]
-            chunk_no = export.num_chunks[stream.number]
-            export.num_chunks[stream.number] += 1
-            stream.submit(_ExportedChunk(export, stream, chunk_no, chunk, blocks, copier, self._pool))
-        export.sent_until[key] = step.end_token
-
-
-@dataclass(frozen=True, slots=True)
-class _StepExport:
-    """What one step computes of one export; `tables` are its block tables, one per group."""
-
-    export: Export
-    end_token: int
-    tables: list[Int32]
+            chunk_no = announced.next_chunks[stream.number]
+            announced.next_chunks[stream.number] += 1
+            stream.submit(_ExportedChunk(announced, stream, chunk_no, chunk, self._copier))

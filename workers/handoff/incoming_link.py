@@ -11,7 +11,7 @@ from pdserve.kvtransfer.landing import LandingThread
 from pdserve.kvtransfer.link import LinkEvent, LinkLife, LinkState
 from pdserve.kvtransfer.slots import LandingSlots
 from pdserve.kvtransfer.transports.protocol import ReceiveTransport
-from pdserve.workers.handoff.settings import HandoffSettings
+from pdserve.workers.handoff.settings import RankSettings
 
 MAX_SLOTS = 4096
 MAX_SLOT_BYTES = 1 << 30
@@ -32,14 +32,13 @@ class IncomingLink:
         self._source = source
         self.transport = transport
         self.life = LinkLife()
-        self.num_bytes = 0
         self._stream_no = stream_no
         self._landing = landing
         self._receiver: ReceiveTransport | None = None
         self._slots: LandingSlots | None = None
         self._fenced: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def attach(self, offer: LinkOffer, settings: HandoffSettings, on_broken: Callable[[str], None]) -> str:
+    async def attach(self, offer: LinkOffer, settings: RankSettings, on_broken: Callable[[str], None]) -> str:
         """Connect to what the source offers; return what it needs to know. Raises OSError or ProtocolError.
 
         `on_broken` runs on any thread.

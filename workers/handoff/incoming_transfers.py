@@ -6,18 +6,32 @@ and the clock around it. What becomes of the request is its owner's business.
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from itertools import count
 from typing import Protocol
 
 from pdserve.cluster.base.errors import ProtocolError
 from pdserve.cluster.base.messages import Message
 from pdserve.cluster.base.metrics import TransferMetrics
+from pdserve.cluster.base.rank_messages import (
+    BindTransfer,
+    ChunkLanded,
+    ChunkRefused,
+    ExpectTransfer,
+    HandoffReport,
+    LinkLost,
+    LinkRelay,
+    LinkReport,
+    NoLinkLeft,
+    RankCount,
+    RankState,
+    TransferUnbound,
+    UnbindTransfer,
+)
 from pdserve.cluster.base.request import FinishReason, TokenDelta
 from pdserve.cluster.base.tasks import BackgroundTasks
 from pdserve.cluster.base.transfer_messages import (
     Accept,
-    Cargo,
-    Chunk,
     Commit,
     Final,
     FirstToken,
@@ -41,9 +55,8 @@ from pdserve.kvtransfer.sink import (
     Unbind,
 )
 from pdserve.workers.engine.reservation import Reservation
-from pdserve.workers.handoff.block_target import BlockTarget
 from pdserve.workers.handoff.remote_prefill import RemotePrefill, Try
-from pdserve.workers.handoff.settings import MAX_FAILOVERS, TICK_S, HandoffSettings
+from pdserve.workers.handoff.settings import MAX_FAILOVERS, TICK_S, HandoffSettings, RankPort
 from pdserve.workers.handoff.source_peer import SourcePeer
 from pdserve.workers.handoff.source_peers import SourcePeers
 
@@ -76,8 +89,17 @@ class IncomingTransfers:
         peers: the prefill workers that can be asked.
     """
 
-    def __init__(self, settings: HandoffSettings, owner: TransferOwner, metrics: TransferMetrics) -> None:
-        self.peers = SourcePeers(settings, self, self, metrics)
+    def __init__(
+        self,
+        settings: HandoffSettings,
+        owner: TransferOwner,
+        metrics: TransferMetrics,
+        ranks: Sequence[RankPort],
+    ) -> None:
+        """`ranks` are the worker's, in order."""
+        self.peers = SourcePeers(settings, ranks, self)
+        self._ranks = ranks
+        self._unanswered: dict[TransferId, int] = {}
         self._settings = settings
         self._owner = owner
         self._metrics = metrics
@@ -92,8 +114,7 @@ class IncomingTransfers:
         return len(self._transfers)
 
     async def start(self) -> None:
-        """Begin to land chunks and to watch deadlines."""
-        self.peers.start()
+        """Begin to watch deadlines."""
         self._watcher = self._tasks.start(self._watch(), name="sink deadlines")
 
     async def stop(self) -> None:
@@ -106,7 +127,8 @@ class IncomingTransfers:
     @property
     def is_idle(self) -> bool:
         """True if no transfer, binding, deadline or occupied slot is left (I16)."""
-        return not self._transfers and not len(self._reaper) and self.peers.is_idle
+        is_empty = not self._transfers and not len(self._reaper) and not self._unanswered
+        return is_empty and all(rank.is_idle for rank in self._ranks)
 
     @property
     def oldest_s(self) -> float:
@@ -136,12 +158,12 @@ class IncomingTransfers:
             posted_time=settings.clock.now(),
         )
         self._transfers[transfer] = prefill
-        self.peers.landings.expect(transfer)
+        for rank in self._ranks:
+            rank.post(ExpectTransfer(transfer=transfer))
         self._reaper.watch(transfer, settings.config.queued_timeout_s)
         num_held = prefill.coverage.num_held(prefill.num_tokens) if prefill.needs_kv else 0
         held = f", {num_held} tokens held" if num_held else ""
         prefill.timeline.mark(f"asked {peer.info.worker_id} over {peer.transports}{held}")
-        settings.transports.wake()
         peer.post(
             Prefill(
                 transfer=transfer,
@@ -157,8 +179,8 @@ class IncomingTransfers:
         assert prefill.present is not None, "nothing is on its way"
         self._execute(prefill, prefill.present.machine.failed(cause, tell_source=True))
 
-    def link_lost(self, peer: SourcePeer, stream_no: int, reason: str) -> None:
-        """See PeerEvents: transfers go on over the next link, but not for ever."""
+    def _link_lost(self, peer: SourcePeer, stream_no: int, reason: str) -> None:
+        """Transfers go on over the next link, but not for ever."""
         for prefill in self._of(peer):
             present = prefill.present
             if present is None or present.machine.state is SinkState.UNBINDING:
@@ -278,7 +300,7 @@ class IncomingTransfers:
             case BindBlocks():
                 assert prefill.reservation is not None, "a transfer of KV has its reservation"
                 self._owner.starts(prefill)
-                self.peers.landings.bind(present.transfer, self._targets(prefill.reservation, present))
+                self._bind(prefill.reservation, present)
             case EmitFirstToken(token=token):
                 present.token_time = self._settings.clock.now()
                 prefill.timeline.mark("first token")
@@ -288,24 +310,29 @@ class IncomingTransfers:
             case PostAbort(reason=reason_text):
                 present.peer.post(TransferAbort(transfer=present.transfer, reason=reason_text))
             case Unbind():
-                self.peers.landings.unbind(present.transfer)
+                self._unbind(present.transfer)
             case JoinBatch():
                 self._complete(prefill, present)
             case _:
                 self._close(prefill, present)
                 self._owner.ended(prefill, present.peer, instruction.cause)
 
-    def _targets(self, reservation: Reservation, present: Try) -> list[BlockTarget]:
-        return [
-            BlockTarget(
-                copier,
-                present.peer.streams,
-                reservation.blocks,
-                present.num_tokens,
-                num_cached_tokens=reservation.num_cached_blocks * self._settings.layout.block_size,
-            )
-            for copier in self._settings.copiers
-        ]
+    def _bind(self, reservation: Reservation, present: Try) -> None:
+        order = BindTransfer(
+            transfer=present.transfer,
+            pair_no=present.peer.pair_no,
+            blocks=tuple(tuple(blocks) for blocks in reservation.blocks),
+            num_tokens=present.num_tokens,
+            num_cached_tokens=reservation.num_cached_blocks * self._settings.layout.block_size,
+        )
+        for rank in self._ranks:
+            rank.post(order)
+
+    def _unbind(self, transfer: TransferId) -> None:
+        """Drop the transfer's chunks from now on, on every rank; each answers. May be repeated."""
+        self._unanswered[transfer] = self._unanswered.get(transfer, 0) + len(self._ranks)
+        for rank in self._ranks:
+            rank.post(UnbindTransfer(transfer=transfer))
 
     def _complete(self, prefill: RemotePrefill, present: Try) -> None:
         self._close(prefill, present)
@@ -319,7 +346,7 @@ class IncomingTransfers:
 
     def _close(self, prefill: RemotePrefill, present: Try) -> None:
         # No copy is in hand: every chunk was scattered, or UNBIND was answered, or nothing was ever bound.
-        self.peers.landings.unbind(present.transfer)
+        self._unbind(present.transfer)
         del self._transfers[present.transfer]
         prefill.present = None
         self._reaper.forget(present.transfer)
@@ -343,11 +370,43 @@ class IncomingTransfers:
         if prefill is not None and prefill.present is not None:
             self._execute(prefill, act(prefill.present))
 
-    # See ChunkEvents.
+    # From the ranks.
 
-    def chunk_scattered(self, header: Chunk) -> None:
+    def reported(self, report: HandoffReport) -> None:
+        """A rank reports; on the loop."""
+        match report:
+            case LinkRelay(pair_no=pair_no, message=message):
+                peer = self.peers.of_pair(pair_no)
+                if peer is not None:
+                    peer.post(message)
+            case LinkReport(pair_no=pair_no):
+                peer = self.peers.of_pair(pair_no)
+                if peer is not None:
+                    peer.link_reported(report)
+            case LinkLost(pair_no=pair_no, stream_no=stream_no, reason=reason):
+                peer = self.peers.of_pair(pair_no)
+                if peer is not None:
+                    self._link_lost(peer, stream_no, reason)
+            case NoLinkLeft(pair_no=pair_no, reason=reason):
+                peer = self.peers.of_pair(pair_no)
+                if peer is not None:
+                    self.peer_lost(peer, f"no link to {peer.info.worker_id}: {reason}")
+            case ChunkLanded():
+                self._chunk_landed(report)
+            case ChunkRefused():
+                self._chunk_refused(report)
+            case TransferUnbound(transfer=transfer):
+                self._unbound(transfer)
+            case RankCount(counter=counter):
+                self._metrics.count(counter)
+            case RankState():
+                logger.debug("a rank holds %d", report.num_held)
+            case _:
+                raise ProtocolError(f"{type(report).__name__} is no report of a sink's rank")
+
+    def _chunk_landed(self, report: ChunkLanded) -> None:
         """A chunk is verified and in its blocks."""
-        cargo = _cargo_of(header)
+        cargo = report.cargo
         prefill = self._find(cargo.transfer)
         if prefill is None or prefill.present is None:
             return
@@ -356,31 +415,31 @@ class IncomingTransfers:
             present.first_chunk_time = now
             prefill.timeline.mark("first chunk")
         present.last_chunk_time = now
-        present.num_bytes += header.num_bytes
-        self._metrics.received_bytes.inc(header.num_bytes)
-        self._reaper.watch(cargo.transfer, present.limit_s, ("chunk", header.link_no, header.seq))
-        self._execute(prefill, present.machine.chunk_verified(header.stream_no, cargo.chunk_no, cargo.range))
+        present.num_bytes += report.num_bytes
+        present.peer.count_bytes(report.link_no, report.num_bytes)
+        self._metrics.received_bytes.inc(report.num_bytes)
+        self._reaper.watch(cargo.transfer, present.limit_s, ("chunk", report.link_no, report.seq))
+        self._execute(prefill, present.machine.chunk_verified(report.stream_no, cargo.chunk_no, cargo.range))
 
-    def chunk_dropped(self, header: Chunk) -> None:
-        """A chunk that nobody wants."""
-        self._metrics.stale.inc()
-
-    def chunk_refused(self, header: Chunk, reason: str) -> bool:
+    def _chunk_refused(self, report: ChunkRefused) -> None:
         """A chunk that failed its checksum is sent again; one that does not belong ends its transfer."""
-        cargo = _cargo_of(header)
+        cargo, reason, stream_no = report.cargo, report.reason, report.stream_no
         prefill = self._transfers.get(cargo.transfer)
         if prefill is not None and prefill.present is not None and reason in (CHECKSUM, SCATTER_FAILED):
             # What an earlier chunk or try had verified there may be overwritten now.
-            prefill.coverage.remove(prefill.present.peer.streams[header.stream_no].sink_rank, cargo.range)
-            prefill.present.machine.chunk_damaged(header.stream_no, cargo.chunk_no)
+            prefill.coverage.remove(prefill.present.peer.streams[stream_no].sink_rank, cargo.range)
+            prefill.present.machine.chunk_damaged(stream_no, cargo.chunk_no)
         if reason == CHECKSUM:
             self._metrics.checksum_failures.inc()
-            return True
-        self._with(cargo.transfer, lambda present: present.machine.failed(reason, tell_source=True))
-        return False
+        else:
+            self._with(cargo.transfer, lambda present: present.machine.failed(reason, tell_source=True))
 
-    def unbound(self, transfer: TransferId) -> None:
-        """Nothing writes the transfer's blocks any more."""
+    def _unbound(self, transfer: TransferId) -> None:
+        """A rank has answered; with the last answer nothing writes the transfer's blocks any more."""
+        self._unanswered[transfer] -= 1
+        if self._unanswered[transfer]:
+            return
+        del self._unanswered[transfer]
         prefill = self._transfers.get(transfer)
         if prefill is not None and prefill.present is not None:
             self._execute(prefill, prefill.present.machine.unbound())
@@ -400,11 +459,6 @@ class IncomingTransfers:
     def _fail_overdue(self, transfer: TransferId, limit_s: float) -> None:
         cause = f"no progress for {limit_s:.1f} s"
         self._with(transfer, lambda present: present.machine.failed(cause, tell_source=True))
-
-
-def _cargo_of(header: Chunk) -> Cargo:
-    assert header.cargo is not None, "test patterns are reported by themselves"
-    return header.cargo
 
 
 class _Act(Protocol):

@@ -13,15 +13,14 @@ from typing import Protocol
 from pdserve.cluster.base.config import TransportKind
 from pdserve.cluster.base.errors import ProtocolError
 from pdserve.cluster.base.ids import Incarnation, WorkerId
-from pdserve.cluster.base.messages import Message
-from pdserve.cluster.base.metrics import TransferMetrics
+from pdserve.cluster.base.rank_messages import LinkMessage, RankCounter
 from pdserve.cluster.base.tasks import BackgroundTasks
 from pdserve.cluster.base.transfer_messages import Chunk, CloseLink, Credit, LinkAttached, LinkOffer, Nack, OpenLink
 from pdserve.kvtransfer.landing import LandingThread
 from pdserve.kvtransfer.link import LinkEvent, LinkState
 from pdserve.kvtransfer.transport_order import TransportOrder
 from pdserve.workers.handoff.incoming_link import IncomingLink
-from pdserve.workers.handoff.settings import HandoffSettings
+from pdserve.workers.handoff.settings import RankSettings
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +44,14 @@ class LinkPair(Protocol):
     def is_connected(self) -> bool:
         """True while there is a channel to the source."""
 
-    def post(self, message: Message) -> None:
+    def post(self, message: LinkMessage) -> None:
         """Send a message to the source."""
+
+    def count(self, counter: RankCounter) -> None:
+        """Something happened once more."""
+
+    def link_changed(self, keeper: "LinkKeeper") -> None:
+        """The link may be another one, or in another state."""
 
     def link_lost(self, stream_no: int, reason: str) -> None:
         """A link that was in use has broken; the next one is on its way."""
@@ -67,8 +72,7 @@ class LinkKeeper:
         stream_no: int,
         pair: LinkPair,
         landing: LandingThread,
-        settings: HandoffSettings,
-        metrics: TransferMetrics,
+        settings: RankSettings,
         tasks: BackgroundTasks,
         draw_link_no: Callable[[], int],
     ) -> None:
@@ -78,7 +82,6 @@ class LinkKeeper:
         self._pair = pair
         self._landing = landing
         self._settings = settings
-        self._metrics = metrics
         self._draw_link_no = draw_link_no
         self._loop = asyncio.get_running_loop()
         self._order = TransportOrder(settings.config.transports, settings.clock)
@@ -106,6 +109,7 @@ class LinkKeeper:
         """Ask the source for a link."""
         if self._pair.is_connected and self.link is None:
             self.link = self._ask(self._order.choose())
+            self._pair.link_changed(self)
 
     def prefer_better(self) -> None:
         """Nothing uses the link: try a better transport that has rested, beside it."""
@@ -142,25 +146,29 @@ class LinkKeeper:
             (link for link in (self.link, self._candidate) if link is not None and link.link_no == link_no), None
         )
 
+    def has_link(self, link_no: int) -> bool:
+        """True if the link is one of the present ones."""
+        return self._find(link_no) is not None
+
     # From the source.
 
-    def offered(self, offer: LinkOffer) -> None:
-        """The source offers a link that was asked for."""
-        link = self._find(offer.link_no)
-        if link is not None:
-            self._tasks.start(self._attach(link, offer))
-
-    def closed_by_source(self, message: CloseLink) -> None:
-        """The source has closed a link, or has none."""
+    def message_received(self, message: LinkMessage) -> None:
+        """Take what the source says about one of the links: an offer, its end, or a chunk's header."""
         link = self._find(message.link_no)
-        if link is not None:
-            self._give_up(link, message.reason, tells_source=False, is_temporary=message.is_temporary)
-
-    def header_received(self, header: Chunk) -> None:
-        """A chunk header came over the channel. One that breaks the protocol costs the link."""
-        link = self._find(header.link_no)
         if link is None:
             return
+        match message:
+            case LinkOffer():
+                self._tasks.start(self._attach(link, message))
+            case CloseLink(reason=reason, is_temporary=is_temporary):
+                self._give_up(link, reason, tells_source=False, is_temporary=is_temporary)
+            case Chunk():
+                self._header_received(link, message)
+            case _:
+                self._give_up(link, f"unexpected {type(message).__name__} from a source")
+
+    def _header_received(self, link: IncomingLink, header: Chunk) -> None:
+        """A chunk header came over the channel. One that breaks the protocol costs the link."""
         try:
             link.header_received(header)
         except ProtocolError as error:
@@ -176,7 +184,8 @@ class LinkKeeper:
             self._give_up(link, str(error))
             return
         if link in (self.link, self._candidate):
-            self._pair.post(LinkAttached(link_no=link.link_no, answer=answer))
+            self._pair.link_changed(self)
+            self._pair.post(LinkAttached(link_no=link.link_no, stream_no=self.stream_no, answer=answer))
 
     # From the landing thread, on the loop.
 
@@ -191,9 +200,10 @@ class LinkKeeper:
             return
         was_usable = link.life.is_usable
         link.life.apply(LinkEvent.TESTED)
-        self._pair.post(Credit(link_no=link.link_no, seq=header.seq, slot=header.slot))
+        self._credit(link, header)
         if not was_usable:
             self._opened(link)
+        self._pair.link_changed(self)
 
     def _opened(self, link: IncomingLink) -> None:
         self._retry_s = RETRY_MIN_S
@@ -211,15 +221,20 @@ class LinkKeeper:
             return  # its link is gone, and the slot with it
         link.vacate(header.slot)
         if nack_reason is None:
-            self._pair.post(Credit(link_no=link.link_no, seq=header.seq, slot=header.slot))
-        else:
-            self._pair.post(Nack(link_no=link.link_no, seq=header.seq, slot=header.slot, reason=nack_reason))
+            self._credit(link, header)
+            return
+        self._pair.post(
+            Nack(
+                link_no=link.link_no,
+                stream_no=self.stream_no,
+                seq=header.seq,
+                slot=header.slot,
+                reason=nack_reason,
+            )
+        )
 
-    def count_bytes(self, header: Chunk) -> None:
-        """Count a verified chunk for status."""
-        link = self._find(header.link_no)
-        if link is not None:
-            link.num_bytes += header.num_bytes
+    def _credit(self, link: IncomingLink, header: Chunk) -> None:
+        self._pair.post(Credit(link_no=link.link_no, stream_no=self.stream_no, seq=header.seq, slot=header.slot))
 
     def link_fenced(self, link_no: int) -> None:
         """The landing thread is done with a link."""
@@ -240,7 +255,7 @@ class LinkKeeper:
             self._order.refused(link.transport)
         is_demoted = was_refused or (not is_temporary and self._order.broke(link.transport))
         if is_demoted:
-            self._metrics.demotions.inc()
+            self._pair.count(RankCounter.DEMOTIONS)
         logger.warning("worker_id=%s link over %s: %s", self._pair.worker_id, link.transport, reason)
         was_usable = link.life.is_usable
         if link is self._candidate:
@@ -249,6 +264,7 @@ class LinkKeeper:
             return
         self.link = None
         self._fence(link, reason, tells_source=tells_source)
+        self._pair.link_changed(self)
         if was_usable:
             self._pair.link_lost(self.stream_no, reason)
         self._open_again(reason, was_refused=was_refused, is_temporary=is_temporary)
@@ -256,6 +272,7 @@ class LinkKeeper:
     def _open_again(self, reason: str, *, was_refused: bool, is_temporary: bool) -> None:
         if self._candidate is not None:
             self.link, self._candidate = self._candidate, None
+            self._pair.link_changed(self)
             return
         if not (is_temporary or self._order.are_all_resting):
             self.open()
@@ -267,8 +284,8 @@ class LinkKeeper:
 
     def _fence(self, link: IncomingLink, reason: str, *, tells_source: bool) -> None:
         if tells_source:
-            self._pair.post(CloseLink(link_no=link.link_no, reason=reason))
-        self._metrics.fences.inc()
+            self._pair.post(CloseLink(link_no=link.link_no, stream_no=self.stream_no, reason=reason))
+        self._pair.count(RankCounter.FENCES)
         self._fencing[link.link_no] = link
         link.break_off()
         self._tasks.start(link.fence())

@@ -2,15 +2,16 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 
-from pdserve.cluster.base.errors import ChannelClosedError, ProtocolError
+from pdserve.cluster.base.errors import ProtocolError
+from pdserve.cluster.base.rank_messages import LinkMessage
 from pdserve.cluster.base.transfer_messages import Chunk, LinkOffer
-from pdserve.cluster.base.wire import Channel
 from pdserve.kvtransfer.chunk_stream import ChunkStream
 from pdserve.kvtransfer.link import LinkEvent, LinkLife, LinkState
 from pdserve.kvtransfer.sender import ChunkSender, SenderEvents
 from pdserve.kvtransfer.slots import SlotLedger, SlotPool
-from pdserve.workers.handoff.settings import HandoffSettings
+from pdserve.workers.handoff.settings import RankSettings
 
 logger = logging.getLogger(__name__)
 
@@ -25,23 +26,25 @@ class OutgoingLink:
         link_no: int,
         stream: ChunkStream,
         transport_name: str,
-        channel: Channel,
-        settings: HandoffSettings,
+        key: str,
+        settings: RankSettings,
         pool: SlotPool,
         events: SenderEvents,
+        post: Callable[[LinkMessage], None],
     ) -> None:
-        """Raises ProtocolError if the transport is unknown or no slots are left, OSError if memory cannot be had."""
+        """`key` tells the links of this rank apart; `post` sends a message to the sink.
+
+        Raises ProtocolError if the transport is unknown or no slots are left, OSError if memory cannot be had.
+        """
         self.link_no = link_no
         self.stream = stream
-        self.channel = channel
         self.life = LinkLife()
-        self.num_bytes = 0
-        self._has_attached = False
         self.used_time = settings.clock.now()
+        self._has_attached = False
+        self._post = post
         config = settings.config
         ledger = SlotLedger(pool, base=config.base_slots, most=config.max_slots_per_link)
         try:
-            key = f"{settings.incarnation}-{id(channel):x}-{link_no}"
             self._transport = settings.transports.make_sender(transport_name, key)
         except BaseException:
             ledger.close()
@@ -52,18 +55,14 @@ class OutgoingLink:
 
     def sent(self, header: Chunk) -> None:
         """A chunk left: post its header, unless it went with its bytes; on the loop."""
-        self.num_bytes += header.num_bytes
-        if self._transport.carries_headers:
-            return
-        try:
-            self.channel.post(header)
-        except ChannelClosedError as error:
-            logger.debug("link_no=%d a header is lost with its link: %s", self.link_no, error)
+        if not self._transport.carries_headers:
+            self._post(header)
 
-    def offer(self, settings: HandoffSettings) -> LinkOffer:
+    def offer(self, settings: RankSettings) -> LinkOffer:
         """Return where the sink attaches."""
         return LinkOffer(
             link_no=self.link_no,
+            stream_no=self.stream.number,
             address=self._transport.address,
             slot_bytes=settings.config.slot_bytes,
             num_slots=settings.config.max_slots_per_link,

@@ -15,6 +15,7 @@ from typing import Protocol
 from pdserve.cluster.base.ids import AttemptKey, WorkerId
 from pdserve.cluster.base.metrics import TransferMetrics
 from pdserve.cluster.base.prefix_hash import PrefixHash
+from pdserve.cluster.base.rank_messages import HandoffReport
 from pdserve.cluster.base.request import Request, TokenDelta
 from pdserve.cluster.base.timeline import Timeline
 from pdserve.cluster.base.worker_info import LinkView, WorkerInfo
@@ -23,7 +24,7 @@ from pdserve.workers.engine.engine import Engine
 from pdserve.workers.engine.reservation import Reservation
 from pdserve.workers.handoff.incoming_transfers import IncomingTransfers
 from pdserve.workers.handoff.remote_prefill import RemotePrefill
-from pdserve.workers.handoff.settings import HandoffSettings
+from pdserve.workers.handoff.settings import HandoffSettings, RankPort
 from pdserve.workers.handoff.source_peer import SourcePeer
 
 logger = logging.getLogger(__name__)
@@ -54,21 +55,28 @@ class SinkService:
     """Made for every worker of the decode role."""
 
     def __init__(
-        self, engine: Engine, owner: RequestOwner, settings: HandoffSettings, metrics: TransferMetrics, max_waiting: int
+        self,
+        engine: Engine,
+        owner: RequestOwner,
+        settings: HandoffSettings,
+        metrics: TransferMetrics,
+        max_waiting: int,
+        ranks: Sequence[RankPort],
     ) -> None:
+        """`ranks` are the worker's, in order."""
         self._scheduler = engine.scheduler
         self._loop = asyncio.get_running_loop()
         self._owner = owner
         self._settings = settings
         self._metrics = metrics
         self._max_waiting = max_waiting
-        self._transfers = IncomingTransfers(settings, self, metrics)
+        self._transfers = IncomingTransfers(settings, self, metrics, ranks)
         self._peers = self._transfers.peers
         self._prefills: dict[AttemptKey, RemotePrefill] = {}
         self._waiting: deque[RemotePrefill] = deque()
 
     async def start(self) -> None:
-        """Begin to land chunks and to watch deadlines."""
+        """Begin to watch deadlines."""
         await self._transfers.start()
 
     async def stop(self) -> None:
@@ -95,6 +103,10 @@ class SinkService:
         self._metrics.waiting.set(len(self._waiting))
         self._metrics.oldest.set(self._transfers.oldest_s)
         self._metrics.links.set(sum(link.state == "open" for link in self.links()))
+
+    def reported(self, report: HandoffReport) -> None:
+        """A rank reports; on the loop."""
+        self._transfers.reported(report)
 
     # Prefill workers.
 

@@ -1,34 +1,37 @@
-"""A prefill worker as a decode worker sees it: the channel to it, and a link for each stream of the pair.
+"""A prefill worker as a decode worker sees it: the channel to it, and which streams of the pair have a link.
 
-Opens by itself and again after a loss. A pair that cannot exchange KV stays refused, with the field, for as long as
-both live.
+The links are the ranks' (source_links.py); here is what they say about them. Connects by itself and again after a loss.
+A pair that cannot exchange KV stays refused, with the field, for as long as both live.
 """
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, get_args
 
 from pdserve.cluster.base.errors import ChannelClosedError, ProtocolError
-from pdserve.cluster.base.ids import Incarnation, WorkerId
 from pdserve.cluster.base.messages import Message
-from pdserve.cluster.base.metrics import TransferMetrics
+from pdserve.cluster.base.rank_messages import (
+    AddPair,
+    DropPair,
+    LinkMessage,
+    LinkRelay,
+    LinkReport,
+    PreferBetter,
+)
 from pdserve.cluster.base.tasks import BackgroundTasks
-from pdserve.cluster.base.transfer_messages import Chunk, CloseLink, Hello, HelloOk, LinkOffer, Refuse
+from pdserve.cluster.base.transfer_messages import Hello, HelloOk, Refuse
 from pdserve.cluster.base.wire import Channel, ChannelClient
 from pdserve.cluster.base.worker_info import Endpoint, LinkView, WorkerInfo
-from pdserve.kvtransfer.landing import LandingThread
 from pdserve.kvtransfer.layout import Stream, plan_streams
-from pdserve.workers.handoff.link_keeper import LinkKeeper
-from pdserve.workers.handoff.settings import HandoffSettings
+from pdserve.workers.handoff.settings import HandoffSettings, RankPort
 
 logger = logging.getLogger(__name__)
+
+LINK_MESSAGES = get_args(LinkMessage)
 
 
 class PeerEvents(Protocol):
     """What a peer tells the sink service; on the loop."""
-
-    def link_lost(self, peer: "SourcePeer", stream_no: int, reason: str) -> None:
-        """The link of a stream has broken. The channel lives, and the peer's transfers go on over the next link."""
 
     def peer_lost(self, peer: "SourcePeer", reason: str) -> None:
         """The peer's transfers are over."""
@@ -38,29 +41,32 @@ class PeerEvents(Protocol):
 
 
 class SourcePeer:
-    """One life of a prefill worker."""
+    """One life of a prefill worker.
+
+    Attributes:
+        pair_no: of the present channel; 0 without one.
+    """
 
     def __init__(
         self,
         info: WorkerInfo,
         settings: HandoffSettings,
-        landings: Sequence[LandingThread],
+        ranks: Sequence[RankPort],
         events: PeerEvents,
-        metrics: TransferMetrics,
-        draw_link_no: Callable[[], int],
+        draw_pair_no: Callable[[], int],
     ) -> None:
         self.info = info
         self.note = ""
         self.streams: tuple[Stream, ...] = ()
+        self.pair_no = 0
         self._settings = settings
-        self._landings = landings
+        self._ranks = ranks
         self._events = events
-        self._metrics = metrics
-        self._draw_link_no = draw_link_no
+        self._draw_pair_no = draw_pair_no
         self._channel: Channel | None = None
-        self._keepers: list[LinkKeeper] = []
-        self._past: list[LinkKeeper] = []
-        self._tasks = BackgroundTasks(f"the links to {info.worker_id}")
+        self._links: dict[int, LinkReport] = {}
+        self._num_bytes: dict[int, int] = {}
+        self._tasks = BackgroundTasks(f"the channel to {info.worker_id}")
 
         async def resolve() -> Endpoint:
             return info.endpoint
@@ -74,60 +80,35 @@ class SourcePeer:
         await self._tasks.wait()
 
     @property
-    def worker_id(self) -> WorkerId:
-        """See LinkPair."""
-        return self.info.worker_id
-
-    @property
-    def incarnation(self) -> Incarnation:
-        """See LinkPair."""
-        return self.info.incarnation
-
-    @property
-    def is_connected(self) -> bool:
-        """See LinkPair."""
-        return self._channel is not None
-
-    @property
     def is_usable(self) -> bool:
         """True if every stream has an open link: transfers may begin."""
-        return bool(self._keepers) and all(keeper.is_open for keeper in self._keepers)
-
-    @property
-    def num_occupied_slots(self) -> int:
-        """Slots that hold a chunk not yet credited."""
-        return sum(keeper.num_occupied_slots for keeper in self._keepers)
+        num_usable = sum(link.is_usable for link in self._links.values())
+        return self.pair_no > 0 and num_usable == len(self.streams)
 
     @property
     def transports(self) -> str:
         """The transports of the links, for timelines."""
-        names = [keeper.link.transport.value for keeper in self._keepers if keeper.link is not None]
+        names = [link.transport for _, link in sorted(self._links.items()) if link.transport]
         return "+".join(dict.fromkeys(names))
 
     def views(self, num_transfers: int) -> list[LinkView]:
         """Return what status shows, a view for each link."""
 
-        def view(transport: str, state: str, num_bytes: int, stream: Stream | None) -> LinkView:
+        def view(stream: Stream | None, link: LinkReport | None) -> LinkView:
             return LinkView(
                 peer=self.info.worker_id,
-                transport=transport,
-                state=state,
+                transport="" if link is None else link.transport,
+                state="connecting" if link is None else link.state,
                 source_rank=0 if stream is None else stream.source_rank,
                 sink_rank=0 if stream is None else stream.sink_rank,
                 num_transfers=num_transfers,
-                num_bytes=num_bytes,
+                num_bytes=0 if link is None else self._num_bytes.get(link.link_no, 0),
                 note=self.note,
             )
 
-        if not self._keepers:
-            return [view("", "connecting", 0, None)]
-        links = [(self.streams[keeper.stream_no], keeper.link) for keeper in self._keepers]
-        return [
-            view("", "connecting", 0, stream)
-            if link is None
-            else view(link.transport.value, link.life.state.value, link.num_bytes, stream)
-            for stream, link in links
-        ]
+        if not self.pair_no:
+            return [view(None, None)]
+        return [view(stream, self._links.get(number)) for number, stream in enumerate(self.streams)]
 
     def post(self, message: Message) -> None:
         """Send a message; lost if the channel has gone, which is reported by itself."""
@@ -138,18 +119,22 @@ class SourcePeer:
         except ChannelClosedError as error:
             logger.debug("worker_id=%s a message could not be posted: %s", self.info.worker_id, error)
 
-    def link_lost(self, stream_no: int, reason: str) -> None:
-        """See LinkPair."""
-        self._events.link_lost(self, stream_no, reason)
-
-    def no_link_left(self, reason: str) -> None:
-        """See LinkPair."""
-        self._events.peer_lost(self, f"no link to {self.info.worker_id}: {reason}")
-
     def prefer_better(self) -> None:
         """No transfer uses the links: change to better transports that have rested."""
-        for keeper in self._keepers:
-            keeper.prefer_better()
+        if self.pair_no:
+            for rank in self._ranks:
+                rank.post(PreferBetter(pair_no=self.pair_no))
+
+    def link_reported(self, report: LinkReport) -> None:
+        """A rank says what the link of a stream is now."""
+        before = self._links.get(report.stream_no)
+        if before is not None and before.link_no != report.link_no:
+            self._num_bytes.pop(before.link_no, None)
+        self._links[report.stream_no] = report
+
+    def count_bytes(self, link_no: int, num_bytes: int) -> None:
+        """A link has brought a verified chunk."""
+        self._num_bytes[link_no] = self._num_bytes.get(link_no, 0) + num_bytes
 
     # The channel.
 
@@ -170,10 +155,12 @@ class SourcePeer:
         """See ChannelHandler."""
         self._channel = None
         lost = f"worker {self.info.worker_id} was lost: {reason}"
-        keepers, self._keepers = self._keepers, []
-        self._past.extend(keepers)
-        for keeper in keepers:
-            keeper.close(lost)
+        if self.pair_no:
+            for rank in self._ranks:
+                rank.post(DropPair(pair_no=self.pair_no, reason=lost))
+        self.pair_no = 0
+        self._links.clear()
+        self._num_bytes.clear()
         self._events.peer_lost(self, lost)
 
     def message_received(self, channel: Channel, message: Message) -> None:
@@ -185,23 +172,22 @@ class SourcePeer:
                 case Refuse(reason=reason):
                     self.note = f"refused: {reason}"
                     logger.warning("worker_id=%s refuses this worker: %s", self.info.worker_id, reason)
-                case LinkOffer():
-                    for keeper in self._keepers:
-                        keeper.offered(message)
-                case CloseLink():
-                    for keeper in self._keepers:
-                        keeper.closed_by_source(message)
-                case Chunk():
-                    for keeper in self._keepers:
-                        keeper.header_received(message)
+                case _ if isinstance(message, LINK_MESSAGES):
+                    self._relay(message)
                 case _:
                     self._events.transfer_message(self, message)
         except ProtocolError as error:
             logger.warning("worker_id=%s broke the hand-off protocol: %s", self.info.worker_id, error)
             channel.close(f"protocol error: {error}")
 
+    def _relay(self, message: LinkMessage) -> None:
+        if not self.pair_no or not 0 <= message.stream_no < len(self.streams):
+            raise ProtocolError(f"{type(message).__name__} about stream {message.stream_no}")
+        rank = self._ranks[self.streams[message.stream_no].sink_rank]
+        rank.post(LinkRelay(pair_no=self.pair_no, message=message))
+
     def _welcomed(self, message: HelloOk) -> None:
-        if self._keepers:
+        if self.pair_no:
             raise ProtocolError("HELLO was answered twice")
         settings = self._settings
         refusal = settings.layout.refusal(message.kv)
@@ -213,49 +199,23 @@ class SourcePeer:
             return
         self.note = self._class_note(message)
         self.streams = plan_streams(message.kv, settings.layout)
-        self._keepers = [
-            LinkKeeper(
-                number,
-                self,
-                self._landings[stream.sink_rank],
-                settings,
-                self._metrics,
-                self._tasks,
-                self._draw_link_no,
-            )
-            for number, stream in enumerate(self.streams)
-        ]
-        for keeper in self._keepers:
-            keeper.open()
+        self.pair_no = self._draw_pair_no()
+        pair = AddPair(
+            pair_no=self.pair_no,
+            worker_id=self.info.worker_id,
+            incarnation=self.info.incarnation,
+            kv=message.kv,
+        )
+        for rank in self._ranks:
+            rank.post(pair)
 
     def _class_note(self, message: HelloOk) -> str:
         """Return why the pair's texts are of the tolerance class; empty if they are not."""
         mine = self._settings.layout
         if message.kv.kv_dtype != mine.kv_dtype:
             return f"tolerance class: kv_dtype {message.kv.kv_dtype} there, {mine.kv_dtype} here"
+        if message.kv.tp_size != mine.tp_size:
+            return f"tolerance class: {message.kv.tp_size} ranks there, {mine.tp_size} here"
         if message.numerics_digest != self._settings.numerics_digest:
             return "tolerance class: numerics digests differ"
         return ""
-
-    # From the landing threads, on the loop.
-
-    def test_verified(self, header: Chunk, *, is_right: bool) -> None:
-        """See LinkKeeper."""
-        for keeper in self._keepers:
-            keeper.test_verified(header, is_right=is_right)
-
-    def settle(self, header: Chunk, nack_reason: str | None) -> None:
-        """See LinkKeeper."""
-        for keeper in self._keepers:
-            keeper.settle(header, nack_reason)
-
-    def count_bytes(self, header: Chunk) -> None:
-        """See LinkKeeper."""
-        for keeper in self._keepers:
-            keeper.count_bytes(header)
-
-    def link_fenced(self, link_no: int) -> None:
-        """See LinkKeeper."""
-        for keeper in (*self._keepers, *self._past):
-            keeper.link_fenced(link_no)
-        self._past = [keeper for keeper in self._past if keeper.is_fencing]

@@ -1,7 +1,7 @@
-"""The source side of a worker: takes PREFILL calls, has the engine compute them, ships their KV.
+"""The source side of a worker: takes PREFILL calls, has the engine compute them, and its ranks ship their KV.
 
-Runs on the worker's loop. What a transfer does is decided by SourceTransfer, how chunks leave by ChunkSender; this is
-the shell between channels, engine thread and links.
+Runs on the worker's loop, at rank 0. What a transfer does is decided by SourceTransfer, how chunks leave is the ranks'
+business; this is the shell between channels, engine thread and ranks.
 """
 
 import asyncio
@@ -9,27 +9,38 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from itertools import count
+from typing import Protocol, get_args
 
 from pdserve.cluster.base.errors import ConfigError, InvalidRequestError, ProtocolError
 from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.messages import Message
 from pdserve.cluster.base.metrics import TransferMetrics
+from pdserve.cluster.base.rank_messages import (
+    AddPair,
+    ChunkCredited,
+    ChunkLeft,
+    ChunkUnreadable,
+    DropExport,
+    DropPair,
+    HandoffReport,
+    LinkMessage,
+    LinkRelay,
+    PairBroken,
+    RankCount,
+    RankState,
+    StepReleased,
+    StreamUsable,
+)
 from pdserve.cluster.base.request import Request, TokenDelta
 from pdserve.cluster.base.tasks import BackgroundTasks
 from pdserve.cluster.base.transfer_messages import (
     Accept,
-    Cargo,
-    CloseLink,
     Commit,
-    Credit,
     Final,
     FirstToken,
     Hello,
     HelloOk,
-    LinkAttached,
-    Nack,
-    OpenLink,
     Prefill,
     Progress,
     Refuse,
@@ -41,7 +52,6 @@ from pdserve.cluster.base.transfer_messages import (
 from pdserve.cluster.base.wire import Channel
 from pdserve.cluster.base.worker_info import WorkerLoad
 from pdserve.kvtransfer.reaper import Reaper
-from pdserve.kvtransfer.slots import SlotPool
 from pdserve.kvtransfer.source import (
     SendAbort,
     SendFinal,
@@ -51,11 +61,14 @@ from pdserve.kvtransfer.source import (
     SourceTransfer,
 )
 from pdserve.workers.engine.engine import Engine
-from pdserve.workers.handoff.exports import Export, KVExporter
-from pdserve.workers.handoff.settings import PROGRESS_S, TICK_S, HandoffSettings
+from pdserve.workers.handoff.export_book import Export, ExportBook
+from pdserve.workers.handoff.exports import RankExporter
+from pdserve.workers.handoff.settings import PROGRESS_S, TICK_S, HandoffSettings, RankPort
 from pdserve.workers.handoff.sink_connection import SinkConnection
 
 logger = logging.getLogger(__name__)
+
+LINK_MESSAGES = get_args(LinkMessage)
 
 
 class EngineInbox(Protocol):
@@ -92,19 +105,29 @@ class _Outgoing:
 class SourceService:
     """Made for every worker that computes prefills for others."""
 
-    def __init__(self, engine: Engine, inbox: EngineInbox, settings: HandoffSettings, metrics: TransferMetrics) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        inbox: EngineInbox,
+        settings: HandoffSettings,
+        metrics: TransferMetrics,
+        ranks: Sequence[RankPort],
+        exporters: Sequence[RankExporter],
+    ) -> None:
+        """`ranks` are the worker's, in order; `exporters` those of the ranks in this process."""
         self._engine = engine
+        self._ranks = ranks
         self._inbox = inbox
         self._settings = settings
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
-        self._slots = SlotPool(settings.config.max_slots)
         self._sinks: dict[Channel, SinkConnection] = {}
+        self._sink_numbers = count(1)
         self._transfers: dict[TransferId, _Outgoing] = {}
         self._by_request: dict[RequestId, _Outgoing] = {}
         self._reaper: Reaper[TransferId] = Reaper(settings.clock)
-        self._exporter = KVExporter(settings.copiers, engine.pool, on_start=self._on_start)
-        engine.exports = self._exporter
+        self._book = ExportBook(settings.layout, engine.pool, exporters, on_start=self._on_start)
+        engine.exports = self._book
         self._tasks = BackgroundTasks("the source")
         self._watcher: asyncio.Task[None] | None = None
         self._num_ticks = 0
@@ -130,8 +153,8 @@ class SourceService:
     @property
     def is_idle(self) -> bool:
         """True if no transfer, export, waiting or outstanding chunk is left (I16)."""
-        outstanding = sum(sink.num_outstanding for sink in self._sinks.values())
-        return not self._transfers and not len(self._exporter) and outstanding == 0 and not len(self._reaper)
+        is_empty = not self._transfers and not len(self._book) and not len(self._reaper)
+        return is_empty and all(rank.is_idle for rank in self._ranks)
 
     # Channels.
 
@@ -145,29 +168,21 @@ class SourceService:
             return False
         try:
             match message:
-                case OpenLink():
-                    sink.open_link(message)
-                case LinkAttached(link_no=link_no, answer=answer):
-                    sink.attached(link_no, answer)
-                case CloseLink(link_no=link_no, reason=reason):
-                    sink.close_link(link_no, reason, tell_sink=False)
                 case Prefill():
                     self._prefill(sink, message)
-                case Credit():
-                    self._credited(sink, message)
-                case Nack():
-                    sink.refused(message)
                 case Commit(transfer=transfer) if self._is_from(sink, transfer):
                     self._with(transfer, lambda outgoing: outgoing.machine.committed())
                 case TransferAbort(transfer=transfer) if self._is_from(sink, transfer):
                     self._with(transfer, lambda outgoing: outgoing.machine.aborted())
                 case Commit() | TransferAbort():
                     self._metrics.stale.inc()
+                case _ if isinstance(message, LINK_MESSAGES):
+                    rank = self._ranks[sink.rank_of(message)]
+                    rank.post(LinkRelay(pair_no=sink.sink_no, message=message))
                 case _:
                     return False
         except ProtocolError as error:
-            logger.warning("worker_id=%s broke the hand-off protocol: %s", sink.worker_id, error)
-            channel.close(f"protocol error: {error}")
+            self._protocol_broken(sink, str(error))
         return True
 
     def _is_from(self, sink: SinkConnection, transfer: TransferId) -> bool:
@@ -179,7 +194,8 @@ class SourceService:
         sink = self._sinks.pop(channel, None)
         if sink is None:
             return
-        sink.close()
+        for rank in self._ranks:
+            rank.post(DropPair(pair_no=sink.sink_no, reason="its channel closed"))
         for outgoing in [item for item in self._transfers.values() if item.sink is sink]:
             self._execute(outgoing, outgoing.machine.aborted())
 
@@ -191,7 +207,7 @@ class SourceService:
         refusal = settings.layout.refusal(message.kv)
         if refusal is None:
             try:
-                sink = SinkConnection(channel, message, settings, self._slots, self, self._tasks, self._metrics)
+                sink = SinkConnection(next(self._sink_numbers), channel, message, settings)
             except ConfigError as error:
                 refusal = str(error)
         if refusal is not None:
@@ -199,6 +215,9 @@ class SourceService:
             channel.post(Refuse(reason=refusal))
             return
         self._sinks[channel] = sink
+        pair = AddPair(pair_no=sink.sink_no, worker_id=sink.worker_id, incarnation=sink.incarnation, kv=message.kv)
+        for rank in self._ranks:
+            rank.post(pair)
         sink.post(
             HelloOk(
                 worker_id=settings.worker_id,
@@ -208,31 +227,64 @@ class SourceService:
             )
         )
 
-    def chunk_sent(self, cargo: Cargo, num_bytes: int, stall_s: float, *, is_first: bool) -> None:
-        """See LinkOwner."""
-        self._metrics.sent_bytes.inc(num_bytes)
-        outgoing = self._transfers.get(cargo.transfer)
+    # From the ranks.
+
+    def reported(self, report: HandoffReport) -> None:
+        """A rank reports; on the loop."""
+        match report:
+            case LinkRelay(pair_no=pair_no, message=message):
+                sink = self._sink(pair_no)
+                if sink is not None:
+                    sink.post(message)
+            case StreamUsable(pair_no=pair_no, stream_no=stream_no, is_usable=is_usable):
+                sink = self._sink(pair_no)
+                if sink is not None:
+                    sink.stream_usable(stream_no, is_usable)
+            case PairBroken(pair_no=pair_no, reason=reason):
+                sink = self._sink(pair_no)
+                if sink is not None:
+                    self._protocol_broken(sink, reason)
+            case ChunkLeft():
+                self._chunk_left(report)
+            case ChunkCredited():
+                self._chunk_credited(report)
+            case ChunkUnreadable(transfer=transfer, reason=reason):
+                # Without the chunk there is no FINAL.
+                failure = reason
+                self._with(transfer, lambda outgoing: outgoing.machine.failed(failure))
+            case StepReleased(transfer=transfer, end_token=end_token):
+                self._book.released(transfer, end_token)
+            case RankCount(counter=counter):
+                self._metrics.count(counter)
+            case RankState():
+                logger.debug("a rank holds %d", report.num_held)
+            case _:
+                raise ProtocolError(f"{type(report).__name__} is no report of a source's rank")
+
+    def _sink(self, sink_no: int) -> SinkConnection | None:
+        return next((sink for sink in self._sinks.values() if sink.sink_no == sink_no), None)
+
+    def _protocol_broken(self, sink: SinkConnection, reason: str) -> None:
+        logger.warning("worker_id=%s broke the hand-off protocol: %s", sink.worker_id, reason)
+        sink.channel.close(f"protocol error: {reason}")
+
+    def _chunk_left(self, report: ChunkLeft) -> None:
+        self._metrics.sent_bytes.inc(report.num_bytes)
+        outgoing = self._transfers.get(report.transfer)
         if outgoing is None:
             return
-        if is_first:
-            outgoing.num_bytes += num_bytes
-            outgoing.stall_s += stall_s
-        self._execute(outgoing, outgoing.machine.chunk_sent(is_first=is_first))
+        if report.is_first:
+            outgoing.num_bytes += report.num_bytes
+            outgoing.stall_s += report.stall_s
+        self._execute(outgoing, outgoing.machine.chunk_sent(is_first=report.is_first))
 
-    def chunk_failed(self, transfer: TransferId, reason: str) -> None:
-        """See LinkOwner: without the chunk there is no FINAL."""
-        self._with(transfer, lambda outgoing: outgoing.machine.failed(reason))
-
-    def _credited(self, sink: SinkConnection, message: Credit) -> None:
-        header = sink.credited(message)
-        if header is None or header.cargo is None:
-            return
-        outgoing = self._transfers.get(header.cargo.transfer)
+    def _chunk_credited(self, report: ChunkCredited) -> None:
+        outgoing = self._transfers.get(report.transfer)
         if outgoing is None:
             self._metrics.stale.inc()
             return
         if outgoing.end_time is None:
-            outgoing.early_bytes += header.num_bytes
+            outgoing.early_bytes += report.num_bytes
         self._execute(outgoing, outgoing.machine.chunk_credited())
 
     # Transfers.
@@ -247,8 +299,9 @@ class SourceService:
         export = Export(
             transfer=transfer,
             num_tokens=len(request.prompt_token_ids) + len(request.resume_token_ids),
+            sink_no=sink.sink_no,
             num_held=message.num_tokens_held,
-            streams=sink.streams if message.needs_kv else (),
+            plan=sink.plan if message.needs_kv else None,
         )
         outgoing = _Outgoing(
             transfer=transfer,
@@ -261,7 +314,7 @@ class SourceService:
         self._transfers[transfer] = outgoing
         self._by_request[request_id] = outgoing
         self._reaper.watch(transfer, message.deadline_s)
-        self._exporter.add(request_id, export)
+        self._book.add(request_id, export)
         self._inbox.submit(
             replace(request, request_id=request_id, attempt=transfer.attempt),
             is_prefill_only=True,
@@ -336,7 +389,7 @@ class SourceService:
                 case SendFirstToken(token=token):
                     outgoing.sink.post(FirstToken(transfer=outgoing.transfer, token=token))
                     if token.finish_reason is not None:
-                        outgoing.export.is_void = True  # the sink has its ending: stop sending
+                        self._stop_shipping(outgoing)  # the sink has its ending
                 case SendFinal():
                     outgoing.sink.post(self._final(outgoing))
                 case SendAbort(reason=reason):
@@ -348,7 +401,7 @@ class SourceService:
         assert outgoing.end_time is not None, "FINAL follows the first token"
         return Final(
             transfer=outgoing.transfer,
-            num_chunks=tuple(outgoing.export.num_chunks) or (0,) * len(outgoing.sink.streams),
+            num_chunks=tuple(outgoing.export.num_chunks) or (0,) * outgoing.sink.num_streams,
             num_bytes=outgoing.num_bytes,
             early_bytes=outgoing.early_bytes,
             queue_s=outgoing.start_time - outgoing.arrival_time,
@@ -360,13 +413,18 @@ class SourceService:
         del self._transfers[outgoing.transfer]
         del self._by_request[outgoing.request_id]
         self._reaper.forget(outgoing.transfer)
-        self._exporter.remove(outgoing.request_id)
-        outgoing.sink.drop_void()
+        self._stop_shipping(outgoing)
+        self._book.remove(outgoing.request_id)
         if outgoing.end_time is None:
             self._inbox.abort(outgoing.request_id, outgoing.transfer.attempt)
         self._metrics.sent.labels(outgoing.machine.state.value).inc()
 
-    # From the engine thread and the sender threads.
+    def _stop_shipping(self, outgoing: _Outgoing) -> None:
+        if self._book.void(outgoing.export):
+            for rank in self._ranks:
+                rank.post(DropExport(transfer=outgoing.transfer))
+
+    # From the engine thread.
 
     def _on_start(self, transfer: TransferId) -> None:
         self._loop.call_soon_threadsafe(self._started, transfer)
@@ -386,9 +444,6 @@ class SourceService:
             # One check that fails does not cost the others (I6).
             for transfer, limit_s in self._reaper.overdue():
                 self._tasks.guarded(self._fail_overdue, transfer, limit_s)
-            for sink in list(self._sinks.values()):
-                for link in sink.links():
-                    self._tasks.guarded(sink.check, link)
             self._num_ticks += 1
             if self._num_ticks % round(PROGRESS_S / TICK_S) == 0:
                 self._tasks.guarded(self._post_progress)
@@ -421,8 +476,9 @@ class SourceService:
 
     def refresh_gauges(self) -> None:
         """Set the gauges of the source side."""
-        self._metrics.slots_lent.set(self._slots.num_lent)
-        self._metrics.slots_free.set(self._slots.capacity - self._slots.num_lent)
+        num_lent = sum(rank.num_lent_slots for rank in self._ranks)
+        self._metrics.slots_lent.set(num_lent)
+        self._metrics.slots_free.set(len(self._ranks) * self._settings.config.max_slots - num_lent)
         self._metrics.sending.set(len(self._transfers))
 
 

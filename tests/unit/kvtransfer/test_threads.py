@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 
 from pdserve.cluster.base.clock import SystemClock
+from pdserve.cluster.base.ids import Incarnation
 from pdserve.cluster.base.kv_layout import ChunkRange, GroupLayout, KVDtype, KVLayout
 from pdserve.cluster.base.transfer_messages import Cargo, Chunk, TransferId
 from pdserve.kvtransfer.chunk_stream import ChunkStream
@@ -358,7 +359,7 @@ class PatternBodies:
 
 def run_landing(act: Callable[[LandingThread], None], num_events: int) -> list[tuple[str, object]]:
     log = LandingLog()
-    landing = LandingThread(log)
+    landing = LandingThread(log, Incarnation("d"))
     landing.start()
     act(landing)
     wait_for(lambda: len(log.events) >= num_events)
@@ -377,11 +378,44 @@ def test_chunks_before_bind_wait_and_after_unbind_are_dropped() -> None:
         landing.landed(make_header(1, transfer=1, chunk_no=1), Bodies(3))
         landing.unbind(make_transfer_id(1))
         landing.landed(make_header(2, transfer=1, chunk_no=2), Bodies(3))
-        landing.landed(make_header(3, transfer=2), Bodies(3))
 
-    events = run_landing(act, 5)
-    assert events == [("scattered", 0), ("scattered", 1), ("unbound", 1), ("dropped", 2), ("dropped", 3)]
+    events = run_landing(act, 4)
+    assert events == [("scattered", 0), ("scattered", 1), ("unbound", 1), ("dropped", 2)]
     assert target.bodies == [bytes([3] * 8)] * 2
+
+
+def test_chunks_that_come_before_their_transfer_is_announced_wait_for_it() -> None:
+    # Rank 0, which announces it, is another process than the rank whose thread this is.
+    target = FakeTarget()
+
+    def act(landing: LandingThread) -> None:
+        for transfer in (2, 3, 4, 5):
+            landing.landed(make_header(transfer, link_no=transfer, transfer=transfer), Bodies(3))
+        # Numbers count up, so 2 will never be announced; the link of 5 breaks.
+        landing.expect(make_transfer_id(3))
+        landing.bind(make_transfer_id(3), target)
+        landing.fence(5)
+        landing.expect(make_transfer_id(4))
+        landing.unbind(make_transfer_id(4))
+        landing.expect(make_transfer_id(5))
+        landing.bind(make_transfer_id(5), target)
+        landing.landed(make_header(9, transfer=None), PatternBodies())
+
+    assert run_landing(act, 6) == [
+        ("dropped", 2),
+        ("scattered", 3),
+        ("fenced", 5),
+        ("dropped", 4),
+        ("unbound", 4),
+        ("test", False),
+    ]
+    stranger = LandingLog()
+    landing = LandingThread(stranger, Incarnation("another life"))
+    landing.start()
+    landing.landed(make_header(1, transfer=1), Bodies(3))
+    wait_for(lambda: bool(stranger.events))
+    assert landing.stop(WAIT_S)
+    assert stranger.events == [("dropped", 1)]
 
 
 def test_what_fails_is_refused_with_its_reason_and_the_thread_goes_on() -> None:
