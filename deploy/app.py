@@ -68,28 +68,41 @@ def prepare(config: DeploymentConfig, progress: ShowProgress, say: Say) -> tuple
     for text in dict.fromkeys(str(plans[role]) for role in present):
         say(f"model {served_name}: {text}")
     check_memory([plans[role] for role in present], available_memory_bytes())
-    check_cpus(config, psutil.cpu_count() or 1)
+    config = share_cpus(config, psutil.cpu_count() or 1, say)
     if RecordStore(state_dir()).load(config.name) is not None:
         say("sweeping what an earlier run left")
         take_down(config.name, say)
     return config, PreparedModel(folder=folder, served_name=served_name, spec=spec, memory=memory)
 
 
-def check_cpus(config: DeploymentConfig, machine_cpus: int) -> None:
-    """Raise ConfigError if Ray could never place all workers."""
+def share_cpus(config: DeploymentConfig, machine_cpus: int, say: Say) -> DeploymentConfig:
+    """Return the configuration with the CPUs that Ray offers.
+
+    Ranks of one worker may share CPUs, which is slow and said so; workers may not, unless ray.num_cpus says it. Raises
+    ConfigError if Ray could never place all workers.
+    """
+    each = config.workers.num_cpus
+    num_ranks = sum(config.workers.count(role) * config.engine_of(role).tensor_parallel for role in Role)
+    wanted = num_ranks * each
     offered = config.ray.num_cpus or machine_cpus
-    wanted = config.workers.total * config.workers.num_cpus
+    if wanted > offered and config.ray.num_cpus is None and config.workers.total * each <= offered:
+        say(f"{num_ranks} ranks share {machine_cpus} CPUs: tensor parallelism without a core a rank is slow")
+        offered = math.ceil(wanted)
     if wanted > offered:
         raise ConfigError(
-            f"{_count_workers(config)} times workers.num_cpus {config.workers.num_cpus:g} needs {wanted:g} CPUs, "
+            f"{_count_workers(config)} times workers.num_cpus {each:g} needs {wanted:g} CPUs, "
             f"Ray offers {offered} (ray.num_cpus). Start fewer workers (--mixed 1 is one that does both), lower "
             f"workers.num_cpus, or raise ray.num_cpus (--set ray.num_cpus={math.ceil(wanted)})"
         )
+    return config.model_copy(update={"ray": config.ray.model_copy(update={"num_cpus": offered})})
 
 
 def _count_workers(config: DeploymentConfig) -> str:
-    counts = [f"{config.workers.count(role)} {role}" for role in Role if config.workers.count(role)]
-    return " + ".join(counts) + " worker(s)"
+    def text(role: Role) -> str:
+        num_ranks = config.engine_of(role).tensor_parallel
+        return f"{config.workers.count(role)} {role}" + (f" of {num_ranks} ranks" if num_ranks > 1 else "")
+
+    return " + ".join(text(role) for role in Role if config.workers.count(role)) + " worker(s)"
 
 
 class Launch:

@@ -75,6 +75,23 @@ Port = Annotated[int | None, _option("--port", "ingress.port")]
 Prefill = Annotated[int | None, _option("--prefill", "workers.prefill")]
 Decode = Annotated[int | None, _option("--decode", "workers.decode")]
 Mixed = Annotated[int | None, _option("--mixed", "workers.mixed")]
+Tp = Annotated[int | None, _option("--tp", "engine.tensor_parallel")]
+PrefillTp = Annotated[
+    int | None,
+    typer.Option(
+        "--prefill-tp",
+        help="Ranks of each prefill worker (workers.engine.prefill.tensor_parallel; default that of engine).",
+        show_default=False,
+    ),
+]
+DecodeTp = Annotated[
+    int | None,
+    typer.Option(
+        "--decode-tp",
+        help="Ranks of each decode worker (workers.engine.decode.tensor_parallel; default that of engine).",
+        show_default=False,
+    ),
+]
 Linear = Annotated[str | None, _option("--linear", "engine.linear")]
 
 
@@ -101,6 +118,9 @@ def up(
     prefill: Prefill = None,
     decode: Decode = None,
     mixed: Mixed = None,
+    tp: Tp = None,
+    prefill_tp: PrefillTp = None,
+    decode_tp: DecodeTp = None,
     linear: Linear = None,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Return when it serves; `pdserve down` stops it.")
@@ -121,6 +141,9 @@ def up(
         workers__prefill=prefill,
         workers__decode=decode,
         workers__mixed=mixed,
+        engine__tensor_parallel=tp,
+        workers__engine__prefill__tensor_parallel=prefill_tp,
+        workers__engine__decode__tensor_parallel=decode_tp,
         engine__linear=linear,
     )
     with _Running(merged, stays=detach) as record:

@@ -11,8 +11,9 @@ from pdserve.cluster.base.config import DeploymentConfig
 from pdserve.cluster.base.ids import WorkerId
 from pdserve.cluster.base.wire import ChannelSettings
 from pdserve.cluster.base.worker_info import Role
-from pdserve.deploy.locator import ControllerLocator, namespace_of
-from pdserve.workers.actors import WorkerActor
+from pdserve.deploy.locator import ControllerLocator, GangLocator, namespace_of
+from pdserve.workers.actors import RankActor, WorkerActor
+from pdserve.workers.plan import WorkerPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,15 +25,18 @@ class WorkerCreator:
     served_name: str
     channel: ChannelSettings
 
-    def __call__(self, worker_id: WorkerId, role: Role, options: dict[str, object]) -> object:
-        """Create the actor with Ray's `options`."""
-        actor = ray.remote(WorkerActor).options(**options)
-        return actor.remote(
-            worker_id,
-            role,
-            self.config,
-            self.model_folder,
-            self.served_name,
-            self.channel,
-            ControllerLocator(namespace_of(self.config.name)),
+    def __call__(self, worker_id: WorkerId, role: Role, rank: int, leader: str, options: dict[str, object]) -> object:
+        """Create the actor of a rank with Ray's `options`; `leader` is the name of the worker's rank 0."""
+        plan = WorkerPlan(
+            worker_id=worker_id,
+            role=role,
+            config=self.config,
+            model_folder=self.model_folder,
+            served_name=self.served_name,
+            channel=self.channel,
         )
+        namespace = namespace_of(self.config.name)
+        if rank:
+            follower = ray.remote(RankActor).options(**options)
+            return follower.remote(plan, rank, GangLocator(namespace, leader))
+        return ray.remote(WorkerActor).options(**options).remote(plan, ControllerLocator(namespace))

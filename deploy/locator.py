@@ -1,4 +1,4 @@
-"""Finds the controller by its name in Ray: handed to workers and ingresses, which know no Ray names themselves."""
+"""Finds actors by their names in Ray: handed to workers and ingresses, which know no Ray names themselves."""
 
 import asyncio
 from dataclasses import dataclass
@@ -28,4 +28,22 @@ class ControllerLocator:
             endpoint: Endpoint = await controller.endpoint.remote()
         except (ray.exceptions.RayError, ValueError) as error:
             raise LookupError(f"no controller in namespace {self.namespace}: {error}") from error
+        return endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class GangLocator:
+    """Resolves where the other ranks of a worker join rank 0; raises LookupError while there is none."""
+
+    namespace: str
+    leader: str
+    """Name of rank 0's actor."""
+
+    async def __call__(self) -> Endpoint:
+        """Ask Ray, then rank 0."""
+        try:
+            leader = await asyncio.to_thread(ray.get_actor, self.leader, self.namespace)
+            endpoint: Endpoint = await leader.gang_endpoint.remote()
+        except (ray.exceptions.RayError, ValueError) as error:
+            raise LookupError(f"no rank 0 {self.leader} in namespace {self.namespace}: {error}") from error
         return endpoint

@@ -122,11 +122,30 @@ def assemble_engine(
     Raises CheckpointError for the model, ConfigError for the configuration, RankLostError if a rank is lost.
     """
     loaded = load_rank(folder, config, max_model_len=max_model_len, num_threads=num_threads, group=group)
+    return assemble_loaded(
+        loaded, config, num_threads=num_threads, clock=clock, promised_share=promised_share, followers=followers
+    )
+
+
+def assemble_loaded(
+    loaded: LoadedRank,
+    config: EngineConfig,
+    *,
+    num_threads: int,
+    clock: Clock,
+    promised_share: float,
+    followers: Followers | None = None,
+    notes: tuple[str, ...] = (),
+) -> AssembledEngine:
+    """Return the engine of a loaded rank 0; `notes` say why other ranks' parts are not in the bitwise class.
+
+    Raises RankLostError if a rank is lost.
+    """
     model, store, memory = loaded.model, loaded.store, loaded.memory
     runner = TransformerRunner(model, store, num_threads=num_threads, followers=followers)
     runner.bind_thread()
     self_test = SelfTest(runner)
-    numerics = self_test.run()
+    numerics = self_test.run(notes)
     if numerics.note:
         logger.warning("tolerance class: %s", numerics.note)
     token_s = self_test.warm_up()

@@ -1,77 +1,155 @@
-"""Makes a worker of a configuration: loads the engine off the loop, then runs the worker service on it."""
+"""Makes a worker, or one of its other ranks, of a plan: loads off the loop, then runs the service on it."""
 
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from pdserve.cluster.base.clock import SystemClock
-from pdserve.cluster.base.config import DeploymentConfig
-from pdserve.cluster.base.ids import WorkerId, draw_incarnation
-from pdserve.cluster.base.wire import ChannelSettings
-from pdserve.cluster.base.worker_info import Endpoint, Role, WorkerInfo
-from pdserve.workers.assembly import AssembledEngine, assemble_engine
+from pdserve.cluster.base.ids import draw_incarnation
+from pdserve.cluster.base.worker_info import Endpoint, WorkerInfo
+from pdserve.workers.assembly import AssembledEngine, LoadedRank, assemble_loaded, load_rank
+from pdserve.workers.gang.follower import Follower, FollowerSettings
+from pdserve.workers.gang.leader import GangLeader
+from pdserve.workers.gang.process_ranks import ProcessRank
 from pdserve.workers.kv.copy import BlockCopier
+from pdserve.workers.model.parallel import SOLO, RankGroup
+from pdserve.workers.plan import WorkerPlan
 from pdserve.workers.worker import Worker, WorkerSettings
+
+ResolveEndpoint = Callable[[], Awaitable[Endpoint]]
+EndProcess = Callable[[str], None]
 
 
 async def host_worker(
-    worker_id: WorkerId,
-    role: Role,
-    config: DeploymentConfig,
-    model_folder: str,
-    served_name: str,
-    channel: ChannelSettings,
-    resolve_controller: Callable[[], Awaitable[Endpoint]],
+    plan: WorkerPlan,
+    resolve_controller: ResolveEndpoint,
+    publish_gang: Callable[[Endpoint], None],
+    end_process: EndProcess,
 ) -> Worker:
     """Return a worker that serves, and registers with the controller.
 
-    Raises CheckpointError or ConfigError if its model or its configuration cannot be served.
+    With several ranks this is rank 0: `publish_gang` learns where the others find it, and `end_process` ends the
+    process, with a cause, when one of them is lost. Raises CheckpointError or ConfigError if its model or its
+    configuration cannot be served, RankLostError if a rank is lost before.
     """
+    if plan.engine.tensor_parallel == 1:
+        loaded = await asyncio.to_thread(_load, plan, SOLO)
+        return await _serve(plan, loaded, None, (), resolve_controller, end_process)
+    worker: Worker | None = None
+
+    def lost(cause: str) -> None:
+        if worker is None:
+            end_process(cause)
+        else:
+            worker.end(cause)
+
+    leader = GangLeader(plan.engine.tensor_parallel, plan.config.ingress.host, plan.channel, SystemClock(), lost)
+    publish_gang(await leader.listen())
+    timeout_s = plan.config.workers.start_timeout_s
+    store, key = await leader.form(timeout_s)
+    loaded = await asyncio.to_thread(
+        _meet_and_load, plan, store, 0, plan.engine.tensor_parallel, key=key, host=plan.config.ingress.host
+    )
+    notes = await leader.wait_ready(timeout_s)
+    worker = await _serve(plan, loaded, leader, notes, resolve_controller, end_process)
+    return worker
+
+
+async def follow(plan: WorkerPlan, rank: int, resolve_leader: ResolveEndpoint) -> str:
+    """Be a rank other than 0 until something ends it; return why."""
+
+    def load(store: Any, key: str, host: str, num_ranks: int) -> LoadedRank:
+        return _meet_and_load(plan, store, rank, num_ranks, key=key, host=host)
+
+    settings = FollowerSettings(
+        rank=rank,
+        host=plan.config.ingress.host,
+        channel=plan.channel,
+        transfer=plan.config.transfer,
+        clock=SystemClock(),
+        num_threads=plan.num_threads,
+    )
+    return await Follower(settings, load, resolve_leader).run()
+
+
+def _meet_and_load(plan: WorkerPlan, store: Any, rank: int, num_ranks: int, *, key: str, host: str) -> LoadedRank:
+    group = ProcessRank(
+        store,
+        rank,
+        num_ranks,
+        key=key,
+        host=host,
+        device=torch.device(plan.engine.device),
+        meet_s=plan.config.workers.start_timeout_s,
+    )
+    return _load(plan, group)
+
+
+def _load(plan: WorkerPlan, group: RankGroup) -> LoadedRank:
+    return load_rank(
+        Path(plan.model_folder),
+        plan.engine,
+        max_model_len=plan.config.model.max_model_len,
+        num_threads=plan.num_threads,
+        group=group,
+    )
+
+
+async def _serve(
+    plan: WorkerPlan,
+    loaded: LoadedRank,
+    leader: GangLeader | None,
+    notes: tuple[str, ...],
+    resolve_controller: ResolveEndpoint,
+    end_process: EndProcess,
+) -> Worker:
     clock = SystemClock()
     assembled = await asyncio.to_thread(
-        assemble_engine,
-        Path(model_folder),
-        config.engine_of(role),
-        max_model_len=config.model.max_model_len,
-        num_threads=config.threads_of(role),
+        assemble_loaded,
+        loaded,
+        plan.engine,
+        num_threads=plan.num_threads,
         clock=clock,
-        promised_share=config.transfer.promised_share,
+        promised_share=plan.config.transfer.promised_share,
+        followers=leader,
+        notes=notes,
     )
-    copier = BlockCopier(assembled.store)
+    copier = BlockCopier(loaded.store)
     await asyncio.to_thread(copier.warm_up)
     settings = WorkerSettings(
-        host=config.ingress.host,
-        channel=channel,
-        transfer=config.transfer,
+        host=plan.config.ingress.host,
+        channel=plan.channel,
+        transfer=plan.config.transfer,
         copiers=(copier,),
-        max_waiting=config.engine_of(role).max_waiting,
+        max_waiting=plan.engine.max_waiting,
         clock=clock,
+        gang=leader,
+        end_process=end_process,
     )
-    describe = partial(_describe, assembled, worker_id, role, config, served_name)
-    worker = Worker(assembled.engine, settings, describe, resolve_controller)
+    memory_bytes = assembled.resident_bytes + (0 if leader is None else leader.memory_bytes)
+    worker = Worker(assembled.engine, settings, partial(_describe, assembled, plan, memory_bytes), resolve_controller)
+    if leader is not None:
+        leader.watch(lambda: assembled.engine.times.predicted_s)
     await worker.start()
     return worker
 
 
-def _describe(
-    assembled: AssembledEngine,
-    worker_id: WorkerId,
-    role: Role,
-    config: DeploymentConfig,
-    served_name: str,
-    endpoint: Endpoint,
-) -> WorkerInfo:
+def _describe(assembled: AssembledEngine, plan: WorkerPlan, memory_bytes: int, endpoint: Endpoint) -> WorkerInfo:
     model = assembled.model
     return WorkerInfo(
-        worker_id=worker_id,
+        worker_id=plan.worker_id,
         incarnation=draw_incarnation(),
-        role=role,
+        role=plan.role,
         endpoint=endpoint,
         pid=os.getpid(),
-        device=config.engine.device,
-        model_name=served_name,
+        device=plan.engine.device,
+        num_ranks=plan.engine.tensor_parallel,
+        model_name=plan.served_name,
         model_digest=model.digest,
         numerics_digest=assembled.numerics.digest,
         numerics_class=assembled.numerics.numerics_class,
@@ -79,7 +157,7 @@ def _describe(
         vocab_size=model.spec.vocab_size,
         max_model_len=assembled.max_model_len,
         num_blocks=max(assembled.memory.num_blocks),
-        block_size=config.engine_of(role).block_size,
-        max_running=config.engine_of(role).max_running,
-        memory_bytes=assembled.resident_bytes,
+        block_size=plan.engine.block_size,
+        max_running=plan.engine.max_running,
+        memory_bytes=memory_bytes,
     )

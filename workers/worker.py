@@ -25,6 +25,7 @@ from pdserve.cluster.base.messages import (
 from pdserve.cluster.base.metrics import TransferMetrics, WorkerMetrics
 from pdserve.cluster.base.rank_messages import HandoffReport
 from pdserve.cluster.base.request import FinishReason, Request, TokenDelta, forks_of
+from pdserve.cluster.base.tasks import BackgroundTasks
 from pdserve.cluster.base.timeline import Timelines
 from pdserve.cluster.base.wire import Channel, ChannelClient, ChannelServer, ChannelSettings
 from pdserve.cluster.base.worker_info import Endpoint, Role, WorkerInfo, WorkerLoad
@@ -45,6 +46,8 @@ RECLAIM_S = 1.0
 KEEP_ENDED_S = 6.0
 """Longer than a broken connection takes to be noticed by silence."""
 STOP_TIMEOUT_S = 5.0
+LAST_WORDS_S = 0.05
+"""For what was posted to leave the process before it ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,8 @@ class WorkerSettings:
     clock: Clock
     gang: Gang | None = None
     """The ranks in other processes."""
+    end_process: Callable[[str], None] | None = None
+    """Ends a worker that has lost a rank, with the cause; requests are replayed elsewhere."""
 
 
 class Worker:
@@ -80,6 +85,7 @@ class Worker:
         self._metrics = WorkerMetrics()
         self._transfer_metrics = TransferMetrics(self._metrics.registry)
         self._timelines = Timelines(settings.clock)
+        self._tasks = BackgroundTasks("the worker")
         self._engine = engine
         self._source: SourceService | None = None
         self._sink: SinkService | None = None
@@ -367,6 +373,20 @@ class Worker:
     def _engine_failed(self, cause: str) -> None:
         self._loop.call_soon_threadsafe(self._fail, cause)
 
+    def end(self, cause: str) -> None:
+        """A rank is lost: tell the controller, and end the process without an ending for anybody's request."""
+        if self._failure is None:
+            self._failure = cause
+            self._controller.report_failure(cause)
+            self._loop.call_later(LAST_WORDS_S, self._end_process, cause)
+
+    def _end_process(self, cause: str) -> None:
+        assert self._settings.end_process is not None, "a worker of several ranks can end"
+        self._settings.end_process(cause)
+
+    async def _end_for(self, gang: Gang, failure: str) -> None:
+        self.end(await gang.cause_of(failure))
+
     def _deliver(self, result: StepResult) -> None:
         for request, error in result.refusals:
             self._refuse(request, error)
@@ -407,6 +427,10 @@ class Worker:
         self._send(self._live.deliver(endings, self._loop.time()))
 
     def _fail(self, cause: str) -> None:
+        gang = self._settings.gang
+        if gang is not None and self._settings.end_process is not None:
+            self._tasks.start(self._end_for(gang, cause))
+            return
         self._failure = cause
         self._send(self._live.fail_all(f"the engine failed: {cause}", self._loop.time()))
         if self._source is not None:

@@ -173,6 +173,15 @@ class TransferConfig(_Section):
         return self
 
 
+class GangStrategy(StrEnum):
+    """How Ray places the ranks of a worker."""
+
+    PACK = "PACK"
+    STRICT_PACK = "STRICT_PACK"
+    SPREAD = "SPREAD"
+    STRICT_SPREAD = "STRICT_SPREAD"
+
+
 class WorkersConfig(_Section):
     """How many workers of each role, and what Ray gives each. Without any number: one prefill and one decode worker."""
 
@@ -189,7 +198,10 @@ class WorkersConfig(_Section):
     """Token budget of a decode worker's step, unless `engine` here sets one: bounds what a prompt that it computes
     itself costs its streams."""
     num_cpus: float = Field(default=1.0, gt=0)
-    """CPUs that Ray reserves for a worker."""
+    """CPUs that Ray reserves for each rank of a worker (one, unless engine.tensor_parallel)."""
+    gang_strategy: GangStrategy = GangStrategy.PACK
+    """How Ray places the ranks of a worker: PACK on as few nodes as possible, STRICT_PACK on one, SPREAD on different
+    ones where possible, STRICT_SPREAD always."""
     start_timeout_s: float = Field(default=300.0, gt=0)
     """A worker that is not READY by then is replaced."""
     stall_timeout_s: float = Field(default=10.0, gt=0)

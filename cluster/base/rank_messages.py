@@ -75,6 +75,8 @@ class RankFailed:
     cause: str
     is_permanent: bool
     """True if another start would end the same way."""
+    is_consequence: bool
+    """True if another rank's failure is the cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

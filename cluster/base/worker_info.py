@@ -70,6 +70,8 @@ class WorkerInfo:
     endpoint: Endpoint
     pid: int
     device: str
+    num_ranks: int = 1
+    """Tensor-parallel processes of the worker; `pid` is rank 0's."""
     model_name: str
     model_digest: str
     numerics_digest: str

@@ -38,7 +38,7 @@ from pdserve.cluster.base.route import Route
 from pdserve.cluster.base.tasks import BackgroundTasks
 from pdserve.cluster.base.wire import Channel, ChannelServer, ChannelSettings
 from pdserve.cluster.base.worker_info import ClusterStatus, Endpoint, Role, WorkerInfo, WorkerView
-from pdserve.cluster.control.launcher import Creator, Launcher
+from pdserve.cluster.control.launcher import Creator, GangShape, Launcher
 from pdserve.cluster.control.membership import Instruction, Membership, MembershipSettings, StartWorker, role_of
 from pdserve.cluster.control.placement import LeastLoaded
 
@@ -68,7 +68,7 @@ class Controller:
             SystemClock(),
         )
         self._placement = LeastLoaded()
-        self._launcher = Launcher(config.name, namespace, config.workers.num_cpus, create_worker)
+        self._launcher = Launcher(config.name, namespace, self._shape_of, create_worker)
         self._server = ChannelServer(channel, self)
         self._workers: dict[Channel, tuple[WorkerId, Incarnation]] = {}
         self._ingresses: set[Channel] = set()
@@ -128,7 +128,7 @@ class Controller:
         try:
             for worker_id in await asyncio.to_thread(self._launcher.running):
                 self._membership.adopt(worker_id)
-                self._tasks.start(self._watch_start(worker_id))
+                self._watch(worker_id)
             self._endpoint.set_result(await self._server.start(self._host))
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._publish_views(), name="views")
@@ -142,6 +142,27 @@ class Controller:
             for instruction in self._membership.tick():
                 await self._execute(instruction)
             await asyncio.sleep(TICK_S)
+
+    def _shape_of(self, role: Role) -> GangShape:
+        engine, workers = self._config.engine_of(role), self._config.workers
+        resources = {"CPU": workers.num_cpus}
+        if engine.device != "cpu":
+            resources["GPU"] = 1.0
+        return GangShape(num_ranks=engine.tensor_parallel, resources=resources, strategy=workers.gang_strategy)
+
+    def _watch(self, worker_id: WorkerId) -> None:
+        self._tasks.start(self._watch_start(worker_id))
+        for rank in range(1, self._shape_of(role_of(worker_id)).num_ranks):
+            self._tasks.start(self._watch_rank(worker_id, rank))
+
+    async def _watch_rank(self, worker_id: WorkerId, rank: int) -> None:
+        """Bury a worker whose rank has ended, whatever its rank 0 does."""
+        try:
+            await self._launcher.wait_ended(worker_id, rank)
+        except ray.exceptions.RayError as error:
+            raised = getattr(error, "cause", None) or f"rank {rank}: its process died"
+            for instruction in self._membership.failed(worker_id, str(raised)):
+                await self._execute(instruction)
 
     async def _watch_start(self, worker_id: WorkerId) -> None:
         """Bury a worker that cannot load, or dies while it does, with its cause; do not wait for the deadline."""
@@ -159,7 +180,7 @@ class Controller:
         try:
             if isinstance(instruction, StartWorker):
                 await asyncio.to_thread(self._launcher.start, instruction.worker_id, instruction.role)
-                self._tasks.start(self._watch_start(instruction.worker_id))
+                self._watch(instruction.worker_id)
                 return
             logger.warning("worker_id=%s removed: %s", instruction.worker_id, instruction.cause)
             self._placement.forget(instruction.worker_id)

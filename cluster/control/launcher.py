@@ -1,4 +1,4 @@
-"""Creates and removes worker actors: the only place that makes placement groups.
+"""Creates and removes the actors of workers, one a rank: the only place that makes placement groups.
 
 Workers and their placement groups are named and detached: with a normal life they would die with the controller. Names
 carry the worker id, so a restarted controller finds them. Everything here blocks; the controller calls it in a thread.
@@ -7,6 +7,7 @@ carry the worker id, so a restarted controller finds them. Everything here block
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import ray
 from ray.util.placement_group import (
@@ -23,36 +24,55 @@ from pdserve.cluster.base.worker_info import Role
 
 logger = logging.getLogger(__name__)
 
-Creator = Callable[[WorkerId, Role, dict[str, object]], object]
-"""Creates the actor of a worker in a role, with Ray options; injected: the control plane imports no worker code."""
+RANK_MARK = "~"
+"""Between the name of a worker and the number of a rank other than 0."""
+
+Creator = Callable[[WorkerId, Role, int, str, dict[str, object]], object]
+"""Creates the actor of a worker's rank in a role, with the name of its rank 0 and Ray options; injected: the control
+plane imports no worker code."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GangShape:
+    """The processes of a worker."""
+
+    num_ranks: int
+    resources: dict[str, float]
+    """Of each rank, as Ray names them."""
+    strategy: str
+    """Ray's strategy of the placement group."""
 
 
 class Launcher:
     """Makes workers of one deployment, in the present Ray namespace."""
 
-    def __init__(self, deployment: str, namespace: str, num_cpus: float, create: Creator) -> None:
+    def __init__(self, deployment: str, namespace: str, shape_of: Callable[[Role], GangShape], create: Creator) -> None:
         self._prefix = f"{deployment}:worker:"
         self._namespace = namespace
-        self._num_cpus = num_cpus
+        self._shape_of = shape_of
         self._create = create
 
     def start(self, worker_id: WorkerId, role: Role) -> None:
-        """Create a worker's placement group and actor; they are scheduled when resources allow."""
-        name = self._prefix + worker_id
-        group = placement_group([{"CPU": self._num_cpus}], strategy="PACK", name=name, lifetime="detached")
-        self._create(
-            worker_id,
-            role,
-            {
-                "name": name,
+        """Create a worker's placement group and an actor for each rank; they are scheduled when resources allow."""
+        name, shape = self._prefix + worker_id, self._shape_of(role)
+        group = placement_group(
+            [dict(shape.resources) for _ in range(shape.num_ranks)],
+            strategy=shape.strategy,
+            name=name,
+            lifetime="detached",
+        )
+        for rank in range(shape.num_ranks):
+            options: dict[str, object] = {
+                "name": _rank_name(name, rank),
                 "namespace": self._namespace,
                 "lifetime": "detached",
-                "num_cpus": self._num_cpus,
+                "num_cpus": shape.resources["CPU"],
+                "num_gpus": shape.resources.get("GPU", 0),
                 "max_restarts": 0,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
-            },
-        )
-        logger.info("worker_id=%s created", worker_id)
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
+            }
+            self._create(worker_id, role, rank, name, options)
+        logger.info("worker_id=%s created, %d rank(s)", worker_id, shape.num_ranks)
 
     async def wait_started(self, worker_id: WorkerId) -> None:
         """Return when the worker serves. Raises what its loading raised (as RayError), or its death."""
@@ -62,22 +82,31 @@ class Launcher:
             return  # removed in the meantime
         await actor.wait_started.remote()
 
-    def remove(self, worker_id: WorkerId) -> None:
-        """Kill a worker and remove its placement group; fine if either is gone."""
-        name = self._prefix + worker_id
+    async def wait_ended(self, worker_id: WorkerId, rank: int) -> None:
+        """Wait for the end of a rank other than 0, which is the worker's. Raises its cause (as RayError)."""
         try:
-            ray.kill(ray.get_actor(name, namespace=self._namespace))
+            name = _rank_name(self._prefix + worker_id, rank)
+            actor = await asyncio.to_thread(ray.get_actor, name, self._namespace)
         except ValueError:
-            logger.debug("worker_id=%s its actor is already gone", worker_id)
+            return  # removed in the meantime
+        await actor.wait_ended.remote()
+
+    def remove(self, worker_id: WorkerId) -> None:
+        """Kill the ranks of a worker and remove its placement group; fine if any is gone."""
+        name = self._prefix + worker_id
+        for actor in self._actor_names():
+            if actor.partition(RANK_MARK)[0] == name:
+                self._kill(actor)
         self._remove_group(name)
 
     def running(self) -> list[WorkerId]:
-        """Return the workers whose actor exists; remove groups that lost theirs."""
-        names = [
-            entry["name"]
-            for entry in ray.util.list_named_actors(all_namespaces=True)
-            if entry["namespace"] == self._namespace and entry["name"].startswith(self._prefix)
-        ]
+        """Return the workers whose rank 0 exists; remove ranks and groups that lost theirs."""
+        actors = self._actor_names()
+        names = [name for name in actors if RANK_MARK not in name]
+        for name in actors:
+            if name.partition(RANK_MARK)[0] not in names:
+                logger.warning("actor %s has no rank 0: killed", name)
+                self._kill(name)
         for name in self._group_names():
             if name not in names:
                 logger.warning("placement group %s has no worker: removed", name)
@@ -90,6 +119,19 @@ class Launcher:
             self.remove(worker_id)
         for name in self._group_names():
             self._remove_group(name)
+
+    def _actor_names(self) -> list[str]:
+        return [
+            entry["name"]
+            for entry in ray.util.list_named_actors(all_namespaces=True)
+            if entry["namespace"] == self._namespace and entry["name"].startswith(self._prefix)
+        ]
+
+    def _kill(self, name: str) -> None:
+        try:
+            ray.kill(ray.get_actor(name, namespace=self._namespace))
+        except ValueError:
+            logger.debug("actor %s is already gone", name)
 
     def _group_names(self) -> list[str]:
         return [
@@ -104,3 +146,7 @@ class Launcher:
         except ValueError:
             return
         remove_placement_group(group)
+
+
+def _rank_name(worker_name: str, rank: int) -> str:
+    return f"{worker_name}{RANK_MARK}{rank}" if rank else worker_name

@@ -7,11 +7,13 @@ from pdserve.cluster.base.config import TransferConfig, TransportKind
 from pdserve.cluster.base.errors import ProtocolError
 from pdserve.cluster.base.transfer_messages import LinkOffer
 from pdserve.kvtransfer.slots import LandingSlots
+from pdserve.kvtransfer.transports.data_port import DataPort
 from pdserve.kvtransfer.transports.nixl import NixlAgent, NixlReceiver, NixlSender
 from pdserve.kvtransfer.transports.protocol import OnBroken, OnChunk, ReceiveTransport, SendTransport
 from pdserve.kvtransfer.transports.shm import ShmReceiver, ShmSender
-from pdserve.kvtransfer.transports.tcp import TcpListener, TcpReceiver, TcpSender
-from pdserve.kvtransfer.transports.torch_dist import TorchDistReceiver, TorchDistSender, TorchStore
+from pdserve.kvtransfer.transports.tcp import TcpReceiver, TcpSender
+from pdserve.kvtransfer.transports.torch_dist import TorchDistReceiver, TorchDistSender
+from pdserve.kvtransfer.transports.torch_store import TorchStore
 
 
 class Transports:
@@ -22,7 +24,7 @@ class Transports:
         self._config = config
         self._token = token
         self._host = ""
-        self.listener = TcpListener(token)
+        self.listener = DataPort(token)
         self._nixl = NixlAgent(config.nixl_backend, is_receiving)
         self._store = TorchStore()
 

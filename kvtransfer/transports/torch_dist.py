@@ -18,7 +18,6 @@ import asyncio
 import logging
 import queue
 import secrets
-import socket
 import threading
 from datetime import timedelta
 from typing import Any
@@ -30,64 +29,13 @@ from pdserve.kvtransfer.slots import LandingSlots
 from pdserve.kvtransfer.transports.endpoint import format_endpoint, parse_endpoint
 from pdserve.kvtransfer.transports.protocol import OnBroken, OnChunk
 from pdserve.kvtransfer.transports.slot_buffers import SlotBuffers
+from pdserve.kvtransfer.transports.torch_store import MEET_S, TorchStore, open_store, own_address, torch_distributed
 
 logger = logging.getLogger(__name__)
 
-MEET_S = 5.0
-"""How long the two ends may take to find each other."""
 BODY_TAG, ABORT_TAG = 1, 2
 KEY_BYTES = 16
 _SOURCE, _SINK = 0, 1
-
-
-class TorchStore:
-    """The TCPStore of a worker's outgoing links, made when the first one needs it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._store: Any = None
-        self.port = 0
-
-    def get(self, host: str) -> Any:
-        """Return the store, which listens on `host`. Raises OSError."""
-        with self._lock:
-            if self._store is None:
-                self._store = self._make(host)
-            return self._store
-
-    def close(self) -> None:
-        """Stop listening; links have ended before."""
-        with self._lock:
-            self._store = None
-
-    def _make(self, host: str) -> Any:
-        _distributed()  # before anything is open
-        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        self.port = listener.getsockname()[1]
-        return _open_store(host, self.port, listener.detach())
-
-
-def _distributed() -> Any:
-    """Return torch.distributed. Raises OSError where this build has no Gloo."""
-    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-        raise OSError("torch.distributed has no Gloo here")
-    return torch.distributed
-
-
-def _open_store(host: str, port: int, listen_fd: int | None = None) -> Any:
-    kind = _distributed().TCPStore
-    try:
-        return kind(
-            host,
-            port,
-            is_master=listen_fd is not None,
-            timeout=timedelta(seconds=MEET_S),
-            wait_for_workers=False,
-            master_listen_fd=listen_fd,
-            use_libuv=False,
-        )
-    except RuntimeError as error:
-        raise OSError(f"no TCPStore at port {port}: {error}") from error
 
 
 class _Pair:
@@ -95,7 +43,7 @@ class _Pair:
 
     def __init__(self, store: Any, key: str, rank: int, host: str) -> None:
         """Meet the other end, for at most MEET_S; `host` is where this end listens. Raises OSError."""
-        distributed = _distributed()
+        distributed = torch_distributed()
         options = distributed.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=MEET_S)
         try:
@@ -238,9 +186,8 @@ class TorchDistReceiver:
     def _meet(self, host: str, port: int, key: str) -> _Pair:
         # The store would try for seconds to reach a port where nobody is. The pair's own end is at the address of this
         # machine that reaches the source.
-        with socket.create_connection((host, port), MEET_S) as probe:
-            own_host = probe.getsockname()[0]
-        return _Pair(_open_store(host, port), key, _SINK, own_host)
+        own_host = own_address(host, port)
+        return _Pair(open_store(host, port), key, _SINK, own_host)
 
     def header_received(self, header: Chunk) -> None:
         """See ReceiveTransport: its bytes wait at the source."""

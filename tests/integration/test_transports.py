@@ -19,7 +19,8 @@ from pdserve.kvtransfer.slots import LandingSlots
 from pdserve.kvtransfer.transports import torch_dist
 from pdserve.kvtransfer.transports.nixl import NixlAgent, NixlReceiver, NixlSender
 from pdserve.kvtransfer.transports.shm import ShmReceiver, ShmSender
-from pdserve.kvtransfer.transports.torch_dist import TorchDistReceiver, TorchDistSender, TorchStore
+from pdserve.kvtransfer.transports.torch_dist import TorchDistReceiver, TorchDistSender
+from pdserve.kvtransfer.transports.torch_store import TorchStore
 from support.chunks import make_header
 
 

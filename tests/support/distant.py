@@ -124,6 +124,10 @@ class DistantGang:
             for rank in (*self._ranks.sources, *self._ranks.sinks)
         ]
 
+    async def cause_of(self, failure: str) -> str:
+        """See Gang."""
+        return failure
+
     async def _start(self, ranks: LocalRanks, started: asyncio.Future[None]) -> None:
         await ranks.start()
         started.set_result(None)

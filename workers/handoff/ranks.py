@@ -19,6 +19,9 @@ from pdserve.workers.kv.copy import BlockCopier
 class Gang(Protocol):
     """The ranks of a worker that are in other processes."""
 
+    async def cause_of(self, failure: str) -> str:
+        """Return the first cause of a failure of rank 0's own: that of another rank, if it tells one now."""
+
     def start_handoff(self, role: Role, incarnation: Incarnation, report: Report) -> Sequence[RankPort]:
         """Let them take part; return them in order, from rank 1 on. `report` is called on the loop."""
 
@@ -73,7 +76,7 @@ class LocalRanks:
         ]
         self.sources = [SourceRank(one, report) for one in each] if role is Role.PREFILL else []
         self.sinks = [SinkRank(one, report) for one in each] if role is Role.DECODE else []
-        self._all: list[SourceRank | SinkRank] = [*self.sources, *self.sinks]
+        self.ports: list[SourceRank | SinkRank] = [*self.sources, *self.sinks]
 
     @property
     def transports(self) -> Transports:
@@ -84,12 +87,12 @@ class LocalRanks:
         """Make ready what links need, and begin to land or to ship."""
         if self._role is not Role.MIXED:
             await self._transports.start(self._host, is_source=self._role is Role.PREFILL)
-        for rank in self._all:
+        for rank in self.ports:
             rank.start()
 
     async def stop(self) -> None:
         """Fence every link, and release what they share."""
-        for rank in self._all:
+        for rank in self.ports:
             await rank.stop()
         await self._transports.stop()
 
@@ -105,7 +108,7 @@ class HandoffRanks:
         self._gang = settings.gang
         self._info = info
         self._report = report
-        self.ports: list[RankPort] = [*self._local.sources, *self._local.sinks]
+        self.ports: list[RankPort] = [*self._local.ports]
 
     @property
     def exporters(self) -> list[RankExporter]:
