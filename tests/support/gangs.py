@@ -1,5 +1,6 @@
 """Tensor-parallel engines whose ranks are threads of the test."""
 
+import asyncio
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -7,11 +8,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdserve.cluster.base.config import EngineConfig
+from pdserve.cluster.base.clock import Clock
+from pdserve.cluster.base.config import EngineConfig, TransferConfig
 from pdserve.cluster.base.errors import RankLostError
+from pdserve.cluster.base.ids import Incarnation
+from pdserve.cluster.base.wire import ChannelSettings
+from pdserve.cluster.base.worker_info import Role
 from pdserve.workers.assembly import AssembledEngine, LoadedRank, load_rank, make_follower
 from pdserve.workers.gang.rank_step import RankStep
-from pdserve.workers.model.parallel import thread_ranks
+from pdserve.workers.handoff.ranks import LocalRanks
+from pdserve.workers.handoff.settings import RankPort, Report
+from pdserve.workers.kv.copy import BlockCopier
+from pdserve.workers.model.parallel import SOLO, RankGroup, thread_ranks
 from support.engines import make_engine
 
 OnStep = Callable[[int, RankStep], Callable[[int], None] | None]
@@ -65,10 +73,63 @@ class Gang:
     others: tuple[LoadedRank, ...]
 
 
+@dataclass(frozen=True)
+class _Host:
+    """See HostSettings."""
+
+    host: str
+    channel: ChannelSettings
+    transfer: TransferConfig
+    copiers: tuple[BlockCopier, ...]
+    clock: Clock
+    gang: None = None
+
+
+class ThreadGang:
+    """The ranks of a running gang other than 0, in a worker of this process. See Gang."""
+
+    def __init__(self) -> None:
+        self._ranks: LocalRanks | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._host: _Host | None = None
+
+    def announcing(self, rank: int, step: RankStep) -> Callable[[int], None] | None:
+        """See OnStep: on the rank's thread."""
+        if not step.exported:
+            return None
+        assert self._ranks is not None, "a step ships KV when the hand-off has begun"
+        exporter = self._ranks.sources[rank - 1].exporter
+        exporter.begin_step(step.exported)
+        return exporter.layer_done
+
+    def attach(self, gang: Gang, channel: ChannelSettings, transfer: TransferConfig, clock: Clock) -> None:
+        """Learn what the ranks hold."""
+        copiers = tuple(BlockCopier(loaded.store) for loaded in gang.others)
+        for copier in copiers:
+            copier.warm_up()
+        self._host = _Host("127.0.0.1", channel, transfer, copiers, clock)
+
+    def start_handoff(self, role: Role, incarnation: Incarnation, report: Report) -> Sequence[RankPort]:
+        """See Gang."""
+        assert self._host is not None, "attached before"
+        self._ranks = LocalRanks(self._host, role, incarnation, report, first_rank=1)
+        self._starting = asyncio.get_running_loop().create_task(self._ranks.start())
+        return self._ranks.ports
+
+    async def cause_of(self, failure: str) -> str:
+        """See Gang."""
+        return failure
+
+    async def stop(self) -> None:
+        """End the ranks' part of the hand-off."""
+        if self._ranks is not None:
+            await self._ranks.stop()
+
+
 @contextmanager
 def running_gang(folder: Path, num_ranks: int, *, on_step: OnStep | None = None, **settings: object) -> Iterator[Gang]:
     """An engine of `num_ranks`, in as many threads. `settings` are those of make_engine."""
-    groups = thread_ranks(num_ranks, STEP_S)
+    groups: Sequence[RankGroup] = thread_ranks(num_ranks, STEP_S) if num_ranks > 1 else [SOLO]
     names = set(EngineConfig.model_fields)
     shared = {"kv_memory_gib": 0.02, "linear": "fp32", **{key: settings[key] for key in settings if key in names}}
     config = EngineConfig(tensor_parallel=num_ranks, **shared)  # type: ignore[arg-type]

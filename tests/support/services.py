@@ -19,6 +19,7 @@ from pdserve.router.dispatch import Dispatcher
 from pdserve.router.ingress import IngressSettings, build_app
 from pdserve.router.replay import Replayer, ReplaySettings, RequestRun
 from pdserve.workers.engine.engine import Engine
+from pdserve.workers.handoff.ranks import Gang
 from pdserve.workers.kv.copy import BlockCopier
 from pdserve.workers.kv.store import KVStore
 from pdserve.workers.model.digest import DigestModel, DigestRunner
@@ -66,10 +67,12 @@ async def running_worker(
     reach: Callable[[Endpoint], Endpoint] = lambda endpoint: endpoint,
     clock: Clock | None = None,
     distance_s: float | None = None,
+    gang: Gang | None = None,
 ) -> AsyncIterator[Worker]:
     """A worker that has registered, in the role that its name says, on the digest model unless told.
 
-    `reach` says where others are told to find it. With `distance_s`, ranks other than 0 are as if in other processes.
+    `reach` says where others are told to find it. With `distance_s`, ranks other than 0 are as if in other processes;
+    otherwise `gang` are those whose stores are not given.
     """
     engine = engine or make_digest_engine(MODEL)
     if not stores:
@@ -85,11 +88,11 @@ async def running_worker(
         copier.warm_up()
     transfer = transfer or TransferConfig(slot_bytes=64 << 10)
     clock = clock or SystemClock()
-    gang = None
+    distant = None
     if distance_s is not None and len(copiers) > 1:
         assert isinstance(engine.runner, DigestRunner), "a real model's ranks are elsewhere"
-        gang = DistantGang(copiers[1:], transfer, CHANNEL, clock, random.Random(name), distance_s)
-        engine.runner = FollowedRunner(engine.runner, gang)
+        gang = distant = DistantGang(copiers[1:], transfer, CHANNEL, clock, random.Random(name), distance_s)
+        engine.runner = FollowedRunner(engine.runner, distant)
         copiers = copiers[:1]
     settings = WorkerSettings(
         host="127.0.0.1",
@@ -107,8 +110,8 @@ async def running_worker(
         yield worker
     finally:
         await worker.stop()
-        if gang is not None:
-            await gang.stop()
+        if distant is not None:
+            await distant.stop()
 
 
 @asynccontextmanager
