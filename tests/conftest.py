@@ -28,6 +28,18 @@ def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
 
 
 @pytest.fixture(scope="session")
+def shared_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Returns the tiny checkpoint of a family whose heads 4 ranks can share."""
+    root = tmp_path_factory.mktemp("shared")
+
+    def folder(family: str) -> Path:
+        path = root / family
+        return path if path.exists() else save_checkpoint(path, family, is_shared=True)
+
+    return folder
+
+
+@pytest.fixture(scope="session")
 def odd_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny gemma3 checkpoint with odd widths."""
     return save_checkpoint(tmp_path_factory.mktemp("odd") / "gemma3", "gemma3", odd=True)

@@ -1,12 +1,34 @@
 """One deployment of the demo model for all end-to-end tests."""
 
 import json
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 
 from support.deployments import Cli, Running, Traces, assert_nothing_left
+
+TESTS = str(Path(__file__).parents[1])
+
+
+@pytest.fixture
+def local_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A Ray of this test's own."""
+    before = Traces()
+    folder = tempfile.mkdtemp(prefix="pdt-")
+    monkeypatch.setenv("PYTHONPATH", TESTS)
+    ray.init(
+        num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error", _temp_dir=folder, namespace="t"
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+    assert_nothing_left(before)
 
 
 @pytest.fixture(scope="session")

@@ -3,9 +3,7 @@
 import asyncio
 import random
 import re
-import shutil
-import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,31 +16,12 @@ from pdserve.cluster.base.ids import WorkerId
 from pdserve.cluster.base.request import FinishReason, Request
 from pdserve.cluster.base.worker_info import Role
 from support.controllers import StubController
-from support.deployments import Traces, assert_nothing_left
 from support.engines import make_engine, make_request, prompts_of, run
 from support.faulty_actor import FaultyWorkerActor
 from support.services import CHANNEL, eventually, generate, running_controller, running_replayer
 
 NUM_REQUESTS = 1000
 NUM_CLIENTS = 24
-TESTS = str(Path(__file__).parents[1])
-
-
-@pytest.fixture
-def local_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A Ray of this test's own."""
-    before = Traces()
-    folder = tempfile.mkdtemp(prefix="pdt-")
-    monkeypatch.setenv("PYTHONPATH", TESTS)
-    ray.init(
-        num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error", _temp_dir=folder, namespace="t"
-    )
-    try:
-        yield
-    finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
-    assert_nothing_left(before)
 
 
 def draw_requests() -> list[Request]:

@@ -12,7 +12,7 @@ from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.cluster.base.request import Request
 from pdserve.router.replay import Replayer
 from pdserve.workers.worker import Worker
-from support.checkpoints import FAMILIES, save_checkpoint
+from support.checkpoints import FAMILIES
 from support.controllers import StubController
 from support.engines import make_engine, make_request, prompts_of, run
 from support.gangs import ThreadGang, running_gang
@@ -22,18 +22,6 @@ from support.services import CHANNEL, eventually, generate, running_controller, 
 
 LENGTHS = (1, 16, 33, 70, 110)
 NUM_TOKENS = 16
-
-
-@pytest.fixture(scope="module")
-def shared_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Returns the tiny checkpoint of a family whose heads 4 ranks can share."""
-    root = tmp_path_factory.mktemp("shared")
-
-    def folder(family: str) -> Path:
-        path = root / family
-        return path if path.exists() else save_checkpoint(path, family, is_shared=True)
-
-    return folder
 
 
 @asynccontextmanager

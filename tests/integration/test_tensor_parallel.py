@@ -27,18 +27,6 @@ LENGTHS = (1, 15, 16, 17, 33, 70)
 NUM_TOKENS = 24
 
 
-@pytest.fixture(scope="module")
-def shared_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Returns the tiny checkpoint of a family whose heads 4 ranks can share."""
-    root = tmp_path_factory.mktemp("shared")
-
-    def folder(family: str) -> Path:
-        path = root / family
-        return path if path.exists() else save_checkpoint(path, family, is_shared=True)
-
-    return folder
-
-
 def greedy_requests() -> list[Request]:
     return [make_request(str(i), prompt, max_tokens=NUM_TOKENS) for i, prompt in enumerate(prompts_of(LENGTHS))]
 

@@ -1,0 +1,256 @@
+"""Workers of several ranks as real Ray actors over Gloo: families, unequal ones, and failures of any rank."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray.util.placement_group import placement_group_table
+
+from pdserve.cluster.base.clock import SystemClock
+from pdserve.cluster.base.config import DeploymentConfig, TransportKind
+from pdserve.cluster.base.ids import IngressId, RequestId
+from pdserve.cluster.base.request import FinishReason, Request
+from pdserve.cluster.base.timeline import Timelines
+from pdserve.cluster.base.wire import ChannelSettings
+from pdserve.cluster.base.worker_info import ClusterStatus
+from pdserve.cluster.control.controller import Controller
+from pdserve.deploy.locator import CONTROLLER_NAME, ControllerLocator, namespace_of
+from pdserve.router.dispatch import Dispatcher
+from pdserve.router.replay import Replayer, ReplaySettings
+from support.engines import make_engine, make_request, prompts_of, run
+from support.faulty_gang import Misdeed, Phase, TrappedCreator
+from support.gangs import running_gang
+from support.oracle import assert_greedy, oracle
+from support.services import generate
+
+CHANNEL = ChannelSettings(token=b"secret")
+READY_S = 60.0
+FOUND_S = {Misdeed.KILL: 1.0, Misdeed.RAISE: 1.0, Misdeed.HANG: 2.0, Misdeed.STOP: 2.0}
+SLACK_S = 0.7
+"""For a machine with fewer cores than processes, and for the polls of this test."""
+
+
+@dataclass
+class Cluster:
+    """A controller with its workers, and what an ingress runs on."""
+
+    name: str
+    controller: Any
+    replayer: Replayer
+
+    async def status(self) -> ClusterStatus:
+        status: ClusterStatus = await self.controller.status.remote()
+        return status
+
+    async def until(self, condition: Callable[[ClusterStatus], bool], what: str, timeout_s: float = READY_S) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition(await self.status()):
+            assert time.monotonic() < deadline, f"never: {what}: {await self.status()}"
+            await asyncio.sleep(0.02)
+
+    def actor(self, worker_id: str, rank: int) -> Any:
+        mark = f"~{rank}" if rank else ""
+        return ray.get_actor(f"{self.name}:worker:{worker_id}{mark}", namespace=namespace_of(self.name))
+
+
+def is_complete(status: ClusterStatus) -> bool:
+    """True if one worker of each role serves, and every stream has its link."""
+    links = [link for view in status.workers for link in view.load.links]
+    is_linked = bool(links) and all(link.state == "open" for link in links)
+    return len(status.workers) == 2 and not status.starting and is_linked
+
+
+@asynccontextmanager
+async def running_cluster(
+    folder: Path, name: str, ranks: tuple[int, int], **transfer: object
+) -> AsyncIterator[Cluster]:
+    """A prefill and a decode worker with that many ranks each. No prompt is cached: each goes the whole way."""
+    config = DeploymentConfig.model_validate(
+        {
+            "name": name,
+            "engine": {
+                "linear": "fp32",
+                "kv_memory_gib": 0.02,
+                "max_batch_tokens": 64,
+                "num_threads": 1,
+                "prefix_cache": False,
+            },
+            "transfer": {"slot_bytes": 64 << 10, **transfer},
+            "workers": {
+                "prefill": 1,
+                "decode": 1,
+                "restart_backoff_s": 0.1,
+                "num_cpus": 0.5,
+                "engine": {
+                    "prefill": {"tensor_parallel": ranks[0]},
+                    "decode": {"tensor_parallel": ranks[1]},
+                },
+            },
+        }
+    )
+    namespace = namespace_of(name)
+    creator = TrappedCreator(config=config, model_folder=str(folder), served_name="tiny", channel=CHANNEL)
+    controller = ray.remote(Controller).options(
+        name=CONTROLLER_NAME, namespace=namespace, lifetime="detached", num_cpus=0
+    )
+    actor = controller.remote(config, namespace, "127.0.0.1", CHANNEL, creator)
+    clock = SystemClock()
+    timelines = Timelines(clock)
+    dispatcher = Dispatcher(
+        IngressId("test"),
+        CHANNEL,
+        ControllerLocator(namespace),
+        route_timeout_s=1.0,
+        token_timeout_s=60.0,
+        metrics_text=lambda: "",
+        traces=timelines.matching,
+    )
+    dispatcher.start()
+    settings = ReplaySettings(max_attempts=4, replay_timeout_s=60.0)
+    cluster = Cluster(name, actor, Replayer(dispatcher, settings, timelines, clock, lambda: None))
+    try:
+        await cluster.until(is_complete, "the workers are linked")
+        yield cluster
+    finally:
+        await dispatcher.stop()
+        await actor.stop_workers.remote()
+        ray.kill(actor)
+        assert not placement_groups(name), "a placement group is left"
+
+
+def placement_groups(name: str) -> list[str]:
+    groups = placement_group_table().values()
+    return [group["name"] for group in groups if group["name"].startswith(f"{name}:") and group["state"] != "REMOVED"]
+
+
+def actors_of(name: str) -> list[str]:
+    everyone = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(entry["name"] for entry in everyone if entry["name"].startswith(f"{name}:"))
+
+
+def draw_requests() -> list[Request]:
+    return [
+        make_request(f"r{n}", prompt, max_tokens=24, temperature=0.9 if n % 2 else 0.0, seed=n)
+        for n, prompt in enumerate(prompts_of((200, 1, 150, 64, 17)))
+    ]
+
+
+@pytest.mark.usefixtures("local_ray")
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+async def test_gangs_of_processes_have_the_texts_of_one_process(
+    shared_checkpoints: Callable[[str], Path], family: str
+) -> None:
+    folder, requests = shared_checkpoints(family), draw_requests()
+    with running_gang(folder, 2, max_batch_tokens=64) as gang:
+        expected = run(gang.assembled.engine, requests)
+    async with running_cluster(folder, "same", (2, 2)) as cluster:
+        results = await asyncio.gather(*(generate(cluster.replayer, request) for request in requests))
+        for request, (tokens, reason) in zip(requests, results, strict=True):
+            assert reason is FinishReason.LENGTH
+            assert tokens == expected[request.request_id]
+        loads = {view.info.role.value: view.load for view in (await cluster.status()).workers}
+        assert loads["decode"].num_prefilled_tokens == 0, "the KV came over the links"
+
+
+@pytest.mark.usefixtures("local_ray")
+@pytest.mark.parametrize(
+    ("ranks", "transport"),
+    [
+        ((1, 2), TransportKind.TCP),
+        ((2, 1), TransportKind.SHM),
+        ((2, 1), TransportKind.NIXL),
+        ((1, 2), TransportKind.TORCH_DIST),
+    ],
+)
+async def test_gangs_of_unequal_size_hand_over(
+    shared_checkpoints: Callable[[str], Path], ranks: tuple[int, int], transport: TransportKind
+) -> None:
+    folder = shared_checkpoints("llama")
+    requests = [request for request in draw_requests() if request.sampling.temperature == 0.0]
+    expected, model = run(make_engine(folder).engine, requests), oracle(folder)
+    async with running_cluster(folder, "unequal", ranks, transports=[transport.value]) as cluster:
+        results = await asyncio.gather(*(generate(cluster.replayer, request) for request in requests))
+        for request, (tokens, _) in zip(requests, results, strict=True):
+            if tokens != expected[request.request_id]:
+                assert_greedy(model, list(request.prompt_token_ids), tokens)
+        views = (await cluster.status()).workers
+        assert sum(view.load.num_prefilled_tokens for view in views if view.info.role.value == "decode") == 0
+        links = [link for view in views for link in view.load.links]
+        assert {(link.source_rank, link.sink_rank) for link in links} == {
+            (source, sink) for source in range(ranks[0]) for sink in range(ranks[1])
+        }
+        assert {link.transport for link in links} == {transport.value}
+
+
+SCENARIOS = {
+    "prefill": (
+        (1, Phase.PREFILL, Misdeed.KILL),
+        (0, Phase.PREFILL, Misdeed.RAISE),
+        (1, Phase.PREFILL, Misdeed.RAISE),
+        (1, Phase.PREFILL, Misdeed.HANG),
+        (0, Phase.PREFILL, Misdeed.STOP),
+        (0, Phase.GATHER, Misdeed.STOP),
+        (1, Phase.GATHER, Misdeed.KILL),
+    ),
+    "decode": (
+        (1, Phase.SCATTER, Misdeed.KILL),
+        (1, Phase.SCATTER, Misdeed.STOP),
+        (0, Phase.SCATTER, Misdeed.KILL),
+        (1, Phase.DECODE, Misdeed.RAISE),
+        (0, Phase.DECODE, Misdeed.RAISE),
+        (1, Phase.DECODE, Misdeed.HANG),
+        (0, Phase.DECODE, Misdeed.HANG),
+        (0, Phase.DECODE, Misdeed.STOP),
+        (1, Phase.DECODE, Misdeed.KILL),
+    ),
+}
+
+
+@pytest.mark.parametrize("role", list(SCENARIOS))
+@pytest.mark.usefixtures("local_ray")
+async def test_whatever_happens_to_a_rank_ends_its_worker_soon_and_no_text(
+    shared_checkpoints: Callable[[str], Path], tmp_path: Path, role: str
+) -> None:
+    # known_faults B084, B086: each time the worker is replaced, and serves again.
+    folder, request = shared_checkpoints("llama"), draw_requests()[0]
+    drawn = make_request("drawn", request.prompt_token_ids, max_tokens=24, temperature=0.9, seed=3)
+    with running_gang(folder, 2, max_batch_tokens=64) as gang:
+        expected = run(gang.assembled.engine, [drawn])["drawn"]
+    async with running_cluster(folder, "failures", (2, 2)) as cluster:
+        for number, (rank, phase, misdeed) in enumerate(SCENARIOS[role]):
+            story = f"{misdeed} of rank {rank} of the {role} worker in {phase}"
+            note = tmp_path / str(number)
+            before = {view.info.role.value: view.info for view in (await cluster.status()).workers}
+            victim = before[role].worker_id
+            pids = [await cluster.actor(victim, one).pid.remote() for one in range(2)]
+            await cluster.actor(victim, rank).set_trap.remote(phase, misdeed, str(note))
+            again = replace(drawn, request_id=RequestId(f"n{number}"))
+            task = asyncio.create_task(generate(cluster.replayer, again))
+            await cluster.until(
+                lambda status, victim=victim: any(death.worker_id == victim for death in status.last_deaths),
+                f"{story}: the worker's death is seen",
+            )
+            found_s = time.monotonic() - float(note.read_text())
+            death = next(death for death in (await cluster.status()).last_deaths if death.worker_id == victim)
+            print(f"{story}: {found_s:.2f} s: {death.cause}")
+            assert found_s < FOUND_S[misdeed] + SLACK_S, f"{story}: seen after {found_s:.1f} s: {death.cause}"
+            tokens, reason = await task
+            assert tokens == expected, f"{story}: another text"
+            assert reason is FinishReason.LENGTH
+            await cluster.until(is_complete, f"{story}: a new worker is linked")
+            after = {view.info.role.value: view.info for view in (await cluster.status()).workers}
+            other = "decode" if role == "prefill" else "prefill"
+            assert after[other].incarnation == before[other].incarnation, f"{story}: the other worker was touched"
+            assert not any(map(psutil.pid_exists, pids)), f"{story}: a process is left"
+            workers = [info.worker_id for info in after.values()]
+            assert actors_of("failures") == sorted(
+                f"failures:worker:{worker}{mark}" for worker in workers for mark in ("", "~1")
+            )
+            assert sorted(placement_groups("failures")) == sorted(f"failures:worker:{worker}" for worker in workers)
