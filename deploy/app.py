@@ -26,7 +26,8 @@ from pdserve.deploy.records import DeploymentRecord, RecordStore, refuse_running
 from pdserve.deploy.running import Say, connect, deployment_status, interrupts_deferred, take_down
 from pdserve.router.ingress import Ingress, IngressSettings
 from pdserve.workers.memory_plan import MemoryPlan, available_memory_bytes, check_memory, plan_memory
-from pdserve.workers.model.families import ModelSpec, read_spec
+from pdserve.workers.model.families import ModelSpec
+from pdserve.workers.model.loader import read_model_spec
 from pdserve.workers.model.source import default_name, prepare_model
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ def prepare(config: DeploymentConfig, progress: ShowProgress, say: Say) -> tuple
         port = free_port()
         config = config.model_copy(update={"ingress": config.ingress.model_copy(update={"port": port})})
     folder = prepare_model(config.model.path, cache_dir(), progress)
-    spec = read_spec(folder)
+    spec = read_model_spec(folder, config.engine.runner)
     plans = {role: plan_memory(spec, config.engine_of(role), config.model.max_model_len) for role in Role}
     present = [role for role in Role for _ in range(config.workers.count(role))]
     memory = min((plans[role] for role in present), key=lambda plan: plan.max_model_len)

@@ -21,8 +21,8 @@ from pdserve.workers.gang.rank_step import Followers
 from pdserve.workers.kv.host_tier import HostSlots, HostTier
 from pdserve.workers.kv.store import KVStore
 from pdserve.workers.memory_plan import MemoryPlan, kv_layout, plan_memory
-from pdserve.workers.model.families import ModelSpec, read_spec
-from pdserve.workers.model.loader import LoadedModel, load_model
+from pdserve.workers.model.families import ModelSpec
+from pdserve.workers.model.loader import LoadedModel, load_model, read_model_spec
 from pdserve.workers.model.parallel import SOLO, RankGroup
 from pdserve.workers.model.runner import FollowingRunner, TransformerRunner
 from pdserve.workers.model.self_test import Numerics, SelfTest
@@ -63,7 +63,7 @@ def load_rank(
 
     Raises CheckpointError for the model and ConfigError for the configuration.
     """
-    memory = plan_memory(read_spec(folder), config, max_model_len)
+    memory = plan_memory(read_model_spec(folder, config.runner), config, max_model_len)
     logger.info("memory: %s", memory)
     device = torch.device(config.device)
     # Its other layers abort the process, or cost more, when two threads call kernels at once.
@@ -77,6 +77,7 @@ def load_rank(
         device=device,
         max_model_len=memory.max_model_len,
         group=group,
+        runner=config.runner,
     )
     layout = kv_layout(
         model.spec, config.block_size, model_digest=model.digest, kv_dtype=config.kv_dtype, tp_size=group.size

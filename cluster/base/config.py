@@ -34,6 +34,13 @@ class LinearKind(StrEnum):
     INT8 = "int8"
 
 
+class RunnerKind(StrEnum):
+    """Whose code computes the model."""
+
+    NATIVE = "native"
+    TRANSFORMERS = "transformers"
+
+
 class AttentionKind(StrEnum):
     """Which attention backend runs."""
 
@@ -75,6 +82,9 @@ class EngineConfig(_Section):
 
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
     """`cpu`, `cuda` or `cuda:N`. Ray assigns no GPU yet: `cuda` is for benchmarks/gpu_check."""
+    runner: RunnerKind = RunnerKind.NATIVE
+    """native: the engine's own decoder, for the families it covers. transformers: the code of that library, for most
+    other decoders, over the same paged KV; one rank, fp32 weights, slower, tolerance class."""
     tensor_parallel: int = Field(default=1, ge=1, le=64)
     """Ranks of a worker, each a process with `workers.num_cpus` (and a GPU of its own on cuda), which share its layers;
     must divide the model's attention heads and its KV heads, or be a multiple of the latter."""
@@ -119,6 +129,15 @@ class EngineConfig(_Section):
     """Who is put back when blocks run out: the latest of the running batch, or the one that frees most."""
     itl_target_ms: float | None = Field(default=None, gt=0)
     """Steps that hold up decodes take in as many prompt tokens as this time allows, by the measured step times."""
+
+    @model_validator(mode="after")
+    def _fallback_is_plain(self) -> "EngineConfig":
+        if self.runner is RunnerKind.TRANSFORMERS:
+            if self.tensor_parallel > 1:
+                raise ValueError("engine.tensor_parallel: engine.runner transformers runs on one rank")
+            if self.linear is not LinearKind.FP32:
+                raise ValueError("engine.linear: engine.runner transformers computes in fp32 (--linear fp32)")
+        return self
 
     @model_validator(mode="after")
     def _host_tier_has_use(self) -> "EngineConfig":

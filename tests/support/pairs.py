@@ -51,15 +51,24 @@ async def running_pair(
     decode: Engine | None = None,
     make_copier: Callable[[KVStore], BlockCopier] = BlockCopier,
     make_source_copier: Callable[[KVStore], BlockCopier] = BlockCopier,
+    stores: tuple[KVStore, KVStore] | None = None,
 ) -> AsyncIterator[Pair]:
-    """A pair that is linked; `make_copier` is for the decode worker."""
+    """A pair that is linked; `make_copier` is for the decode worker; `stores` are those of real models."""
+    source_stores, sink_stores = ((), ()) if stores is None else ((stores[0],), (stores[1],))
     async with (
         running_controller() as controller,
         running_replayer(controller) as replayer,
         running_worker(
-            controller, prefill, "prefill-0", transfer=transfer, make_copier=make_source_copier
+            controller,
+            prefill,
+            "prefill-0",
+            transfer=transfer,
+            make_copier=make_source_copier,
+            stores=source_stores,
         ) as prefill_worker,
-        running_worker(controller, decode, "decode-0", transfer=transfer, make_copier=make_copier) as decode_worker,
+        running_worker(
+            controller, decode, "decode-0", transfer=transfer, make_copier=make_copier, stores=sink_stores
+        ) as decode_worker,
     ):
         await eventually(lambda: replayer.dispatcher.has_worker and has_link(decode_worker), "connected")
         yield Pair(controller, replayer, prefill_worker, decode_worker)

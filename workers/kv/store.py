@@ -22,7 +22,8 @@ class KVStore:
         self.rank = rank
         self.num_blocks = tuple(num_blocks)
         self.block_size = layout.block_size
-        dtype = TORCH_DTYPES[KVDtype(layout.kv_dtype)]
+        self.kv_dtype = KVDtype(layout.kv_dtype)
+        dtype = TORCH_DTYPES[self.kv_dtype]
         first_head, end_head = layout.heads_of(rank)
         shape = (2, end_head - first_head, layout.block_size, layout.row_bytes // dtype.itemsize)
         counts = {

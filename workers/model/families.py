@@ -207,7 +207,7 @@ def read_spec(folder: Path) -> ModelSpec:
         has_sandwich_norms=family.has_sandwich_norms,
         norm_offset=family.norm_offset,
         is_head_tied=bool(config.tie_word_embeddings),
-        eos_token_ids=_eos_ids(folder, config),
+        eos_token_ids=eos_ids(folder, config),
         experts=_experts(config, family) if family.has_mixture else None,
         attention_softcap=float(getattr(config, "attn_logit_softcapping", None) or 0.0),
         logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
@@ -311,7 +311,8 @@ def _is_sparse(config: PretrainedConfig, family: _Family, layer: int) -> bool:
     return family.has_mixture and not is_left_out and (layer + 1) % getattr(config, "decoder_sparse_step", 1) == 0
 
 
-def _eos_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:
+def eos_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:
+    """Return the tokens that end a text, of generation_config.json if there is one."""
     eos: int | list[int] | None = config.eos_token_id
     if (folder / "generation_config.json").exists():
         generation = GenerationConfig.from_pretrained(str(folder), local_files_only=True)

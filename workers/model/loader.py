@@ -4,18 +4,22 @@ Matrices are packed into per-process copies and their stored form is not kept; t
 stored dtype on CPU (rows are converted when they are looked up).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
-from pdserve.cluster.base.config import AttentionKind, LinearKind
+from pdserve.cluster.base.config import AttentionKind, LinearKind, RunnerKind
 from pdserve.cluster.base.errors import CheckpointError
 from pdserve.workers.attention.numba_cpu import NumbaAttention
-from pdserve.workers.attention.protocol import AttentionParameters
+from pdserve.workers.attention.protocol import AttentionParameters, StepMetadata
 from pdserve.workers.attention.torch_reference import TorchAttention
+from pdserve.workers.kv.store import KVStore
 from pdserve.workers.model.checkpoint import Checkpoint
 from pdserve.workers.model.decoder import Decoder
+from pdserve.workers.model.fallback import load_fallback, read_fallback_spec
 from pdserve.workers.model.families import ModelSpec, read_spec
 from pdserve.workers.model.head import VOCABULARY_TILE, Head
 from pdserve.workers.model.layers import DenseMlp, Embedding, Layer, Mlp, SparseMlp
@@ -31,6 +35,20 @@ SELF_TEST_TOKENS = 64
 """Positions that the self-test may use, whatever the length limit."""
 
 
+class ForwardModel(Protocol):
+    """What comes before the head."""
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        step: StepMetadata,
+        store: KVStore,
+        sample_tokens: torch.Tensor,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> torch.Tensor:
+        """See Decoder.forward."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
     """One rank of a model, ready to run.
@@ -40,10 +58,15 @@ class LoadedModel:
     """
 
     spec: ModelSpec
-    decoder: Decoder
+    decoder: ForwardModel
     head: Head
     digest: str
     notes: tuple[str, ...]
+
+
+def read_model_spec(folder: Path, runner: RunnerKind) -> ModelSpec:
+    """Return what the engine needs to know of the model in `folder`. Raises CheckpointError."""
+    return read_fallback_spec(folder) if runner is RunnerKind.TRANSFORMERS else read_spec(folder)
 
 
 def load_model(
@@ -54,14 +77,25 @@ def load_model(
     device: torch.device,
     max_model_len: int,
     group: RankGroup = SOLO,
+    runner: RunnerKind = RunnerKind.NATIVE,
 ) -> LoadedModel:
     """Load a rank of the model in `folder` (Hugging Face layout). Raises CheckpointError or ConfigError."""
     if attention is AttentionKind.NUMBA and device.type != "cpu":
         raise CheckpointError(f"engine.attention numba runs on cpu only, not on {device}")
-    spec = read_spec(folder)
+    spec = read_model_spec(folder, runner)
     spec.check_ranks(group.size)
     checkpoint = Checkpoint(folder)
     try:
+        if runner is RunnerKind.TRANSFORMERS:
+            backend = NumbaAttention() if attention is AttentionKind.NUMBA else TorchAttention()
+            decoder, head = load_fallback(folder, spec, backend, device)
+            return LoadedModel(
+                spec=spec,
+                decoder=decoder,
+                head=head,
+                digest=checkpoint.digest(),
+                notes=("engine.runner transformers",),
+            )
         return _Loader(spec, checkpoint, linear, attention, device, max_model_len, group).load()
     finally:
         checkpoint.close()
