@@ -27,6 +27,7 @@ from pdserve.deploy.running import Say, connect, deployment_status, interrupts_d
 from pdserve.router.ingress import Ingress, IngressSettings
 from pdserve.workers.memory_plan import MemoryPlan, available_memory_bytes, check_memory, plan_memory
 from pdserve.workers.model.families import ModelSpec
+from pdserve.workers.model.hub import is_hub_id
 from pdserve.workers.model.loader import read_model_spec
 from pdserve.workers.model.source import default_name, prepare_model
 
@@ -60,7 +61,10 @@ def prepare(config: DeploymentConfig, progress: ShowProgress, say: Say) -> tuple
     else:
         port = free_port()
         config = config.model_copy(update={"ingress": config.ingress.model_copy(update={"port": port})})
-    folder = prepare_model(config.model.path, cache_dir(), progress)
+    folder = prepare_model(config.model.path, cache_dir(), progress, config.model.revision)
+    if is_hub_id(config.model.path) and not Path(config.model.path).expanduser().exists():
+        # Other nodes fetch the same commit, whatever becomes of the branch.
+        config = config.model_copy(update={"model": config.model.model_copy(update={"revision": folder.name})})
     spec = read_model_spec(folder, config.engine.runner)
     plans = {role: plan_memory(spec, config.engine_of(role), config.model.max_model_len) for role in Role}
     present = [role for role in Role for _ in range(config.workers.count(role))]

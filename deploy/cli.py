@@ -70,6 +70,7 @@ def _option(flag: str, key: str) -> typer.models.OptionInfo:
 
 
 Model = Annotated[str | None, _option("--model", "model.path")]
+Revision = Annotated[str | None, _option("--revision", "model.revision")]
 Host = Annotated[str | None, _option("--host", "ingress.host")]
 Port = Annotated[int | None, _option("--port", "ingress.port")]
 Prefill = Annotated[int | None, _option("--prefill", "workers.prefill")]
@@ -113,6 +114,7 @@ def up(
     settings: Settings = None,
     name: Name = None,
     model: Model = None,
+    revision: Revision = None,
     host: Host = None,
     port: Port = None,
     prefill: Prefill = None,
@@ -136,6 +138,7 @@ def up(
         settings,
         name=name,
         model__path=model,
+        model__revision=revision,
         ingress__host=host,
         ingress__port=port,
         workers__prefill=prefill,
@@ -243,13 +246,14 @@ def down(name: Annotated[str, typer.Option("--name", help="Name of the deploymen
 
 @model_commands.command("prepare")
 def model_prepare(
-    path: Annotated[str, typer.Argument(help="A folder, a .gguf file, or `demo`.")] = "demo",
+    path: Annotated[str, typer.Argument(help="A folder, a .gguf file, a hub id, or `demo`.")] = "demo",
+    revision: Revision = None,
 ) -> None:
-    """Convert a model into the cache, so that the next start is quick. Prints the folder."""
+    """Download or convert a model into the cache, so that the next start is quick. Prints the folder."""
     from pdserve.workers.model.source import prepare_model
 
     with ProgressLines(console) as progress:
-        folder = prepare_model(path, cache_dir(), progress.show)
+        folder = prepare_model(path, cache_dir(), progress.show, revision)
     typer.echo(folder)
 
 

@@ -1,6 +1,7 @@
 """Makes a worker, or one of its other ranks, of a plan: loads off the loop, then runs the service on it."""
 
 import asyncio
+import logging
 import os
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from pdserve.cluster.base.clock import SystemClock
+from pdserve.cluster.base.environment import cache_dir
 from pdserve.cluster.base.ids import draw_incarnation
 from pdserve.cluster.base.worker_info import Endpoint, WorkerInfo
 from pdserve.workers.assembly import AssembledEngine, LoadedRank, assemble_loaded, load_rank
@@ -18,8 +20,11 @@ from pdserve.workers.gang.leader import GangLeader
 from pdserve.workers.gang.process_ranks import ProcessRank
 from pdserve.workers.kv.copy import BlockCopier
 from pdserve.workers.model.parallel import SOLO, RankGroup
+from pdserve.workers.model.source import prepare_model
 from pdserve.workers.plan import WorkerPlan
 from pdserve.workers.worker import Worker, WorkerSettings
+
+logger = logging.getLogger(__name__)
 
 ResolveEndpoint = Callable[[], Awaitable[Endpoint]]
 EndProcess = Callable[[str], None]
@@ -92,12 +97,25 @@ def _meet_and_load(plan: WorkerPlan, store: Any, rank: int, num_ranks: int, *, k
 
 def _load(plan: WorkerPlan, group: RankGroup) -> LoadedRank:
     return load_rank(
-        Path(plan.model_folder),
+        _folder_on_this_node(plan),
         plan.engine,
         max_model_len=plan.config.model.max_model_len,
         num_threads=plan.num_threads,
         group=group,
     )
+
+
+def _folder_on_this_node(plan: WorkerPlan) -> Path:
+    """Return the model's folder; on a node other than the one that started the deployment it may have to be made."""
+    folder = Path(plan.model_folder)
+    if folder.exists():
+        return folder
+    model = plan.config.model
+    return prepare_model(model.path, cache_dir(), _log_progress, model.revision)
+
+
+def _log_progress(stage: str, share: float) -> None:
+    logger.info("%s: %.0f %%", stage, 100 * share)
 
 
 async def _serve(

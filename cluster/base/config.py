@@ -52,7 +52,11 @@ class ModelConfig(_Section):
     """Which model is served."""
 
     path: str = DEMO_MODEL
-    """A folder in the Hugging Face layout, a .gguf file, or `demo` (Gemma-3-270M of the `demo` extra)."""
+    """A folder in the Hugging Face layout, a .gguf file, a hub id (`organisation/name`, downloaded once a node), or
+    `demo` (Gemma-3-270M of the `demo` extra)."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id; by default its main branch. All workers serve the commit that it names when
+    the deployment starts."""
     served_name: str | None = None
     """The name clients use; by default the folder's or file's name."""
     max_model_len: int | None = Field(default=None, ge=2)

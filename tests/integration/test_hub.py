@@ -1,0 +1,106 @@
+"""Checkpoints by hub id: one download however many ask, of one commit; refusals before the weights are fetched."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.checkpoints import save_checkpoint
+from support.hub_server import HubServer, running_hub
+
+FIRST, SECOND = "1" * 40, "2" * 40
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[HubServer]:
+    with running_hub() as hub:
+        hub.commits["org/tiny"] = [
+            (FIRST, save_checkpoint(tmp_path / "first", "qwen3", seed=1)),
+            (SECOND, save_checkpoint(tmp_path / "second", "qwen3", seed=2, shards=True)),
+        ]
+        yield hub
+
+
+def start(hub: HubServer, home: Path, *arguments: str) -> subprocess.Popen[str]:
+    # Another process: the library reads its environment when it is imported.
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(home / "hub"),
+        "PDSERVE_CACHE_DIR": str(home / "cache"),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+    command = [sys.executable, "-m", "pdserve.deploy.cli", "model", "prepare", *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def prepare(hub: HubServer, home: Path, *arguments: str) -> tuple[int, str, str]:
+    process = start(hub, home, *arguments)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out.strip(), err
+
+
+def test_two_that_ask_at_once_download_once_and_the_next_does_not(hub: HubServer, tmp_path: Path) -> None:
+    both = [start(hub, tmp_path / "home", "org/tiny") for _ in range(2)]
+    answers = [process.communicate(timeout=60) for process in both]
+    assert [process.returncode for process in both] == [0, 0], answers
+    (folder,) = {Path(out.strip()) for out, _ in answers}
+    assert folder.name == SECOND, "the main branch"
+    shards = [path.name for path in folder.glob("*.safetensors")]
+    assert len(shards) > 1
+    assert {hub.num_reads[name] for name in (*shards, "config.json", "tokenizer.json")} == {1}
+    assert prepare(hub, tmp_path / "home", "org/tiny")[1] == str(folder)
+    assert hub.num_reads[shards[0]] == 1
+
+
+def test_a_revision_is_another_folder(hub: HubServer, tmp_path: Path) -> None:
+    code, out, err = prepare(hub, tmp_path / "home", "org/tiny", "--revision", FIRST)
+    assert code == 0, err
+    assert Path(out).name == FIRST
+
+
+def test_what_was_fetched_serves_without_the_hub(hub: HubServer, tmp_path: Path) -> None:
+    _, folder, _ = prepare(hub, tmp_path / "home", "org/tiny")
+    hub.url = "http://127.0.0.1:1"
+    code, out, err = prepare(hub, tmp_path / "home", "org/tiny")
+    assert (code, out) == (0, folder), err
+    code, _, err = prepare(hub, tmp_path / "elsewhere", "org/tiny")
+    assert code == 2
+    assert "neither a local folder nor cached, and the hub cannot be reached" in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: quantised checkpoints"),
+        ({"model_type": "no-such-model"}, "no-such-model"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_its_weights_are_fetched(
+    hub: HubServer, tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    config = hub.commits["org/tiny"][-1][1] / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+    code, _, err = prepare(hub, tmp_path / "home", "org/tiny")
+    assert code == 2
+    assert message in " ".join(err.split())
+    assert not any(name.endswith(".safetensors") for name in hub.num_reads)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("org/nobody",), "org/nobody"),
+        (("org/tiny", "--revision", "nowhere"), "nowhere"),
+        (("demo", "--revision", "main"), "model.path demo is no hub id"),
+    ],
+)
+def test_what_is_not_there_is_named(hub: HubServer, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    code, _, err = prepare(hub, tmp_path / "home", *arguments)
+    assert code == 2
+    assert message in " ".join(err.split())
+    assert "Traceback" not in err
