@@ -1,6 +1,7 @@
 """Fixtures shared by all tests."""
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from pdserve.workers.assembly import AssembledEngine
 from pdserve.workers.model.source import prepare_model
 from support.checkpoints import FAMILIES, save_checkpoint
 from support.engines import make_engine
+
+# Before Triton's kernels are defined: there is no GPU to compile them for.
+os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -13,18 +13,18 @@ import psutil
 import torch
 
 from pdserve.cluster.base.clock import Clock
-from pdserve.cluster.base.config import EngineConfig, StrategyKind
+from pdserve.cluster.base.config import AttentionKind, EngineConfig, StrategyKind
 from pdserve.workers.engine.engine import Engine
 from pdserve.workers.engine.scheduler import SchedulerSettings
 from pdserve.workers.engine.strategies import Fair, FirstCome, Priority, ShortestPrefill, Strategy
 from pdserve.workers.gang.rank_step import Followers
 from pdserve.workers.kv.host_tier import HostSlots, HostTier
 from pdserve.workers.kv.store import KVStore
-from pdserve.workers.memory_plan import MemoryPlan, kv_layout, plan_memory
+from pdserve.workers.memory_plan import MemoryPlan, device_kv_gib, kv_layout, plan_memory
 from pdserve.workers.model.families import ModelSpec
 from pdserve.workers.model.loader import LoadedModel, load_model, read_model_spec
 from pdserve.workers.model.parallel import SOLO, RankGroup
-from pdserve.workers.model.runner import FollowingRunner, TransformerRunner
+from pdserve.workers.model.runner import FollowingRunner, RankRunner, TransformerRunner
 from pdserve.workers.model.self_test import Numerics, SelfTest
 
 logger = logging.getLogger(__name__)
@@ -63,9 +63,14 @@ def load_rank(
 
     Raises CheckpointError for the model and ConfigError for the configuration.
     """
-    memory = plan_memory(read_model_spec(folder, config.runner), config, max_model_len)
-    logger.info("memory: %s", memory)
+    spec = read_model_spec(folder, config.runner)
     device = torch.device(config.device)
+    kv_memory_gib = None
+    if device.type == "cuda" and config.kv_memory_gib is None:
+        # What the GPU with the least can hold: all ranks have equally many blocks.
+        kv_memory_gib = group.smallest(device_kv_gib(spec, config, *torch.cuda.mem_get_info(device)))
+    memory = plan_memory(spec, config, max_model_len, kv_memory_gib)
+    logger.info("memory: %s", memory)
     # Its other layers abort the process, or cost more, when two threads call kernels at once.
     numba.config.THREADING_LAYER = "omp"
     # Packing probes kernels at the thread count that will run them.
@@ -76,21 +81,36 @@ def load_rank(
         attention=config.attention,
         device=device,
         max_model_len=memory.max_model_len,
+        block_size=config.block_size,
+        kv_dtype=config.kv_dtype,
         group=group,
         runner=config.runner,
+        numerics=config.numerics,
     )
     layout = kv_layout(
         model.spec, config.block_size, model_digest=model.digest, kv_dtype=config.kv_dtype, tp_size=group.size
     )
-    store = KVStore(layout, num_blocks=memory.num_blocks, device=device, rank=group.rank)
+    # On a GPU, one more: graphs of padded batches need a block that nobody owns.
+    counts = [count + 1 for count in memory.num_blocks] if device.type == "cuda" else memory.num_blocks
+    store = KVStore(layout, num_blocks=counts, device=device, rank=group.rank)
     return LoadedRank(model=model, store=store, memory=memory)
 
 
-def make_follower(loaded: LoadedRank, *, num_threads: int) -> FollowingRunner:
-    """Return the runner of a rank other than 0."""
+def _capture_graphs(runner: RankRunner, loaded: LoadedRank, config: EngineConfig) -> None:
+    """Capture decode steps where that is possible: FlashInfer plans each step on the host."""
+    can_capture = loaded.model.attention in (AttentionKind.VARLEN, AttentionKind.TRITON)
+    if config.device == "cuda" and config.cuda_graphs and can_capture:
+        runner.capture_graphs(max_rows=config.max_running, max_tokens=loaded.memory.max_model_len)
+
+
+def make_follower(loaded: LoadedRank, config: EngineConfig, *, num_threads: int) -> FollowingRunner:
+    """Return the runner of a rank other than 0; on the thread that runs its steps. Raises RankLostError."""
     host_blocks = loaded.memory.host_blocks
     host = HostSlots(loaded.store, host_blocks) if host_blocks else None
-    return FollowingRunner(loaded.model, loaded.store, num_threads=num_threads, host=host)
+    runner = FollowingRunner(loaded.model, loaded.store, num_threads=num_threads, host=host)
+    runner.bind_thread()
+    _capture_graphs(runner, loaded, config)
+    return runner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +165,7 @@ def assemble_loaded(
     model, store, memory = loaded.model, loaded.store, loaded.memory
     runner = TransformerRunner(model, store, num_threads=num_threads, followers=followers)
     runner.bind_thread()
+    _capture_graphs(runner, loaded, config)
     self_test = SelfTest(runner)
     numerics = self_test.run(notes)
     if numerics.note:

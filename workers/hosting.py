@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from pdserve.cluster.base.clock import SystemClock
+from pdserve.cluster.base.config import NumericsKind
 from pdserve.cluster.base.environment import cache_dir
 from pdserve.cluster.base.ids import draw_incarnation
 from pdserve.cluster.base.worker_info import Endpoint, WorkerInfo
@@ -18,7 +19,7 @@ from pdserve.workers.assembly import AssembledEngine, LoadedRank, assemble_loade
 from pdserve.workers.gang.follower import Follower, FollowerSettings
 from pdserve.workers.gang.leader import GangLeader
 from pdserve.workers.gang.process_ranks import ProcessRank
-from pdserve.workers.kv.copy import BlockCopier
+from pdserve.workers.kv.copy import make_copier
 from pdserve.workers.model.parallel import SOLO, RankGroup
 from pdserve.workers.model.source import prepare_model
 from pdserve.workers.plan import WorkerPlan
@@ -77,6 +78,7 @@ async def follow(plan: WorkerPlan, rank: int, resolve_leader: ResolveEndpoint) -
         channel=plan.channel,
         transfer=plan.config.transfer,
         clock=SystemClock(),
+        engine=plan.engine,
         num_threads=plan.num_threads,
     )
     return await Follower(settings, load, resolve_leader).run()
@@ -91,6 +93,8 @@ def _meet_and_load(plan: WorkerPlan, store: Any, rank: int, num_ranks: int, *, k
         host=host,
         device=torch.device(plan.engine.device),
         meet_s=plan.config.workers.start_timeout_s,
+        # On a GPU the library's own sum is quicker, and one more thing of the tolerance class.
+        is_ordered=plan.engine.device == "cpu" or plan.engine.numerics is NumericsKind.INVARIANT,
     )
     return _load(plan, group)
 
@@ -137,7 +141,7 @@ async def _serve(
         followers=leader,
         notes=notes,
     )
-    copier = BlockCopier(loaded.store)
+    copier = make_copier(loaded.store)
     await asyncio.to_thread(copier.warm_up)
     settings = WorkerSettings(
         host=plan.config.ingress.host,

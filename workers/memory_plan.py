@@ -16,6 +16,8 @@ from pdserve.workers.model.self_test import num_probe_blocks
 
 WEIGHT_BYTES = {LinearKind.FP32: 4, LinearKind.FP16: 2, LinearKind.INT8: 1}
 WINDOW_CACHE_SHARE = 0.25
+WORKING_BYTES = 2 << 30
+"""cuda: context, activations of a step, graphs and the workspaces of kernels."""
 PROCESS_BYTES = 1000 << 20
 """Interpreter, libraries and working memory of a worker process."""
 
@@ -74,12 +76,47 @@ class MemoryPlan:
         )
 
 
-def plan_memory(spec: ModelSpec, engine: EngineConfig, max_model_len: int | None) -> MemoryPlan:
-    """Return the memory arithmetic of one worker. Raises ConfigError if the keys cannot hold together."""
+def device_kv_gib(spec: ModelSpec, engine: EngineConfig, free_bytes: int, total_bytes: int) -> float:
+    """Return the memory of the KV pool of a rank on a GPU with so much memory, of which so much is free now.
+
+    What others hold counts against `engine.gpu_memory_share`. Raises ConfigError if nothing is left.
+    """
+    taken = total_bytes - free_bytes
+    weights = _weights_bytes(spec, engine) + _embedding_bytes(spec, engine)
+    left = int(engine.gpu_memory_share * total_bytes) - taken - weights - WORKING_BYTES
+    if left <= 0:
+        gib = 1 << 30
+        raise ConfigError(
+            f"engine.gpu_memory_share {engine.gpu_memory_share:g} of {total_bytes / gib:.1f} GiB: nothing is left for "
+            f"KV after {taken / gib:.1f} GiB in use, {weights / gib:.1f} GiB of weights and {WORKING_BYTES / gib:.1f} "
+            "GiB to work with. Raise engine.tensor_parallel, or take a larger GPU"
+        )
+    return left / (1 << 30)
+
+
+def _weights_bytes(spec: ModelSpec, engine: EngineConfig) -> int:
+    return _matrix_values(spec) * WEIGHT_BYTES[engine.linear] // engine.tensor_parallel
+
+
+def _embedding_bytes(spec: ModelSpec, engine: EngineConfig) -> int:
+    return spec.vocab_size * spec.hidden_size * 2 // engine.tensor_parallel
+
+
+def plan_memory(
+    spec: ModelSpec, engine: EngineConfig, max_model_len: int | None, kv_memory_gib: float | None = None
+) -> MemoryPlan:
+    """Return the memory arithmetic of one worker. Raises ConfigError if the keys cannot hold together.
+
+    `kv_memory_gib` is that of a GPU (device_kv_gib), once it is known. Until then the plan holds the least: one text of
+    full length.
+    """
     num_ranks = engine.tensor_parallel
     spec.check_ranks(num_ranks)
     layout = kv_layout(spec, engine.block_size, model_digest="", kv_dtype=engine.kv_dtype, tp_size=num_ranks)
-    num_blocks = plan_blocks(layout, engine, engine.kv_memory_gib)
+    kv_gib = engine.kv_memory_gib or kv_memory_gib
+    if kv_gib is None:
+        kv_gib = _least_gib(layout, max_model_len or spec.max_position)
+    num_blocks = plan_blocks(layout, engine, kv_gib)
     host_blocks = plan_blocks(layout, engine, engine.host_memory_gib) if engine.host_memory_gib else ()
     if host_blocks and min(host_blocks) == 0:
         raise ConfigError(f"engine.host_memory_gib {engine.host_memory_gib:g}: holds no block of every KV group")
@@ -87,7 +124,7 @@ def plan_memory(spec: ModelSpec, engine: EngineConfig, max_model_len: int | None
     least = num_probe_blocks(engine.block_size)
     if min(num_blocks) < least:
         raise ConfigError(
-            f"engine.kv_memory_gib {engine.kv_memory_gib:g}: holds {min(num_blocks)} blocks of {per_block} bytes; "
+            f"engine.kv_memory_gib {kv_gib:g}: holds {min(num_blocks)} blocks of {per_block} bytes; "
             f"this model needs at least {least} ({least * per_block / (1 << 30):.3f} GiB)"
         )
     pool_tokens = max(num_blocks) * engine.block_size
@@ -97,17 +134,21 @@ def plan_memory(spec: ModelSpec, engine: EngineConfig, max_model_len: int | None
             which = "the model" if spec.max_position < pool_tokens else "the KV pool (engine.kv_memory_gib)"
             raise ConfigError(f"model.max_model_len {max_model_len}: {which} allows {limit} tokens")
         limit = max_model_len
-    matrix = _matrix_values(spec)
     return MemoryPlan(
         num_ranks=num_ranks,
-        weights_bytes=matrix * WEIGHT_BYTES[engine.linear] // num_ranks,
-        embedding_bytes=spec.vocab_size * spec.hidden_size * 2 // num_ranks,
+        weights_bytes=_weights_bytes(spec, engine),
+        embedding_bytes=_embedding_bytes(spec, engine),
         kv_bytes=_pool_bytes(layout, num_blocks),
         host_bytes=_pool_bytes(layout, host_blocks),
         host_blocks=host_blocks,
         num_blocks=num_blocks,
         max_model_len=limit,
     )
+
+
+def _least_gib(layout: KVLayout, num_tokens: int) -> float:
+    blocks = blocks_for(num_tokens, layout.block_size) + num_probe_blocks(layout.block_size)
+    return blocks * sum(block_bytes(layout, group) for group in range(len(layout.groups))) / (1 << 30)
 
 
 def _pool_bytes(layout: KVLayout, num_blocks: Sequence[int]) -> int:

@@ -37,7 +37,7 @@ from pdserve.workers.handoff.ranks import Gang, HandoffRanks
 from pdserve.workers.handoff.settings import HandoffSettings
 from pdserve.workers.handoff.sink_service import Offer, SinkService
 from pdserve.workers.handoff.source_service import SourceService
-from pdserve.workers.kv.copy import BlockCopier
+from pdserve.workers.kv.copy import Copier
 from pdserve.workers.live_requests import LiveRequests
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class WorkerSettings:
     host: str
     channel: ChannelSettings
     transfer: TransferConfig
-    copiers: tuple[BlockCopier, ...]
+    copiers: tuple[Copier, ...]
     """One for each rank in this process."""
     max_waiting: int
     clock: Clock

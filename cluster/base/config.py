@@ -20,6 +20,7 @@ from pdserve.cluster.base.worker_info import Role
 Tree = dict[str, "Tree | list[Tree] | str | int | float | bool | None"]
 
 DEMO_MODEL = "demo"
+CUDA_KV = (KVDtype.BFLOAT16, KVDtype.FLOAT16, KVDtype.FLOAT8)
 
 
 class _Section(BaseModel):
@@ -44,8 +45,19 @@ class RunnerKind(StrEnum):
 class AttentionKind(StrEnum):
     """Which attention backend runs."""
 
+    AUTO = "auto"
     NUMBA = "numba"
     TORCH = "torch"
+    VARLEN = "varlen"
+    FLASHINFER = "flashinfer"
+    TRITON = "triton"
+
+
+class NumericsKind(StrEnum):
+    """What a token's bits may depend on."""
+
+    DEFAULT = "default"
+    INVARIANT = "invariant"
 
 
 class ModelConfig(_Section):
@@ -84,8 +96,8 @@ class VictimKind(StrEnum):
 class EngineConfig(_Section):
     """The engine of each worker."""
 
-    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
-    """`cpu`, `cuda` or `cuda:N`. Ray assigns no GPU yet: `cuda` is for benchmarks/gpu_check."""
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda)$")
+    """cpu; or cuda: each rank has the GPU that Ray assigns to it. No worker has run on a GPU yet: see README."""
     runner: RunnerKind = RunnerKind.NATIVE
     """native: the engine's own decoder, for the families it covers. transformers: the code of that library, for most
     other decoders, over the same paged KV; one rank, fp32 weights, slower, tolerance class."""
@@ -94,18 +106,28 @@ class EngineConfig(_Section):
     must divide the model's attention heads and its KV heads, or be a multiple of the latter."""
     linear: LinearKind = LinearKind.FP16
     """fp32 or fp16 weights, with activations and sums in fp32; or int8 weights, with activations in 8 bits and a scale
-    per token: a quarter of the memory of fp32, and less accurate (benchmarks/perplexity)."""
-    attention: AttentionKind = AttentionKind.NUMBA
-    """numba (CPU, bitwise class) or torch (reference, any device, tolerance class)."""
+    per token: a quarter of the memory of fp32, and less accurate (benchmarks/perplexity). On cuda, fp16 means weights
+    and products in bf16, and there is no int8."""
+    attention: AttentionKind = AttentionKind.AUTO
+    """auto: numba on cpu; on cuda the first of flashinfer (where installed), varlen (torch's own), triton and torch
+    that passes its self-test. numba: cpu, bitwise class. torch: the reference, any device, tolerance class."""
+    numerics: NumericsKind = NumericsKind.DEFAULT
+    """invariant: on cuda too a token's bits do not depend on its batch (attention without splits, products in fixed
+    tiles, sums over ranks in order), which is slower; experimental. On cpu the default is."""
     num_threads: int = Field(default=0, ge=0)
     """Threads of a worker's engine; 0 means the cores of `workers.num_cpus`."""
     block_size: int = Field(default=16, ge=16, multiple_of=16)
     """Tokens in a KV block."""
-    kv_memory_gib: float = Field(default=1.0, gt=0)
-    """Memory of the KV pool of each rank of a worker."""
+    kv_memory_gib: float | None = Field(default=None, gt=0)
+    """Memory of the KV pool of each rank of a worker; by default 1, and on cuda what `gpu_memory_share` leaves."""
+    cuda_graphs: bool = True
+    """cuda: capture decode steps at padded batch sizes and replay them (with attention by varlen or triton)."""
+    gpu_memory_share: float = Field(default=0.9, gt=0, le=1)
+    """cuda: part of the GPU's memory that weights, KV and the memory to work with may take."""
     kv_dtype: KVDtype = KVDtype.FLOAT32
     """float32; float16: half of the memory; or int8: keys and values in 8 bits with a scale per token and head, about a
-    quarter, and less accurate (benchmarks/perplexity). Workers that exchange KV may differ: it is converted."""
+    quarter, and less accurate (benchmarks/perplexity). Workers that exchange KV may differ: it is converted. On cuda:
+    bfloat16 (the default there), float16, or float8 (e4m3), which are not converted."""
     host_memory_gib: float = Field(default=0.0, ge=0)
     """Memory of the host tier of each rank of a worker: copies of cached blocks, taken back when that is quicker than
     computing."""
@@ -133,6 +155,32 @@ class EngineConfig(_Section):
     """Who is put back when blocks run out: the latest of the running batch, or the one that frees most."""
     itl_target_ms: float | None = Field(default=None, gt=0)
     """Steps that hold up decodes take in as many prompt tokens as this time allows, by the measured step times."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_device(cls, values: "Tree") -> "Tree":
+        if not isinstance(values, dict):
+            return values
+        if values.get("device") == "cuda":
+            return {"kv_dtype": KVDtype.BFLOAT16.value, **values}
+        return values if values.get("kv_memory_gib") is not None else {**values, "kv_memory_gib": 1.0}
+
+    @model_validator(mode="after")
+    def _device_can_do_it(self) -> "EngineConfig":
+        is_cuda = self.device == "cuda"
+        if is_cuda and self.kv_dtype not in CUDA_KV:
+            raise ValueError(f"engine.kv_dtype {self.kv_dtype}: on cuda it is one of {', '.join(CUDA_KV)}")
+        if not is_cuda and self.kv_dtype in (KVDtype.BFLOAT16, KVDtype.FLOAT8):
+            raise ValueError(f"engine.kv_dtype {self.kv_dtype}: on cuda only")
+        if is_cuda and self.linear is LinearKind.INT8:
+            raise ValueError("engine.linear int8: not on cuda yet")
+        if is_cuda and self.attention is AttentionKind.NUMBA:
+            raise ValueError("engine.attention numba: on cpu only")
+        if not is_cuda and self.attention not in (AttentionKind.AUTO, AttentionKind.NUMBA, AttentionKind.TORCH):
+            raise ValueError(f"engine.attention {self.attention}: on cuda only")
+        if is_cuda and self.host_memory_gib:
+            raise ValueError("engine.host_memory_gib: not on cuda yet")
+        return self
 
     @model_validator(mode="after")
     def _fallback_is_plain(self) -> "EngineConfig":
@@ -329,14 +377,6 @@ class DeploymentConfig(_Section):
             raise ValueError(
                 f"transfer.max_slots {self.transfer.max_slots}: {self.workers.decode} decode workers need {needed} "
                 "(transfer.base_slots each)"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _device_fits_backend(self) -> "DeploymentConfig":
-        if self.engine.device != "cpu":
-            raise ValueError(
-                "engine.device: workers run on cpu only so far (README, Not yet); cuda: benchmarks/gpu_check"
             )
         return self
 

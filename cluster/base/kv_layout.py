@@ -13,17 +13,26 @@ class KVDtype(StrEnum):
     FLOAT32 = "float32"
     FLOAT16 = "float16"
     INT8 = "int8"
+    BFLOAT16 = "bfloat16"
+    FLOAT8 = "float8"
+    """e4m3, without scales."""
 
     def row_bytes(self, head_dim: int) -> int:
         """Return the bytes of a *row*: one head's key or value of one token, with its scale if it has one."""
         match self:
             case KVDtype.FLOAT32:
                 return 4 * head_dim
-            case KVDtype.FLOAT16:
+            case KVDtype.FLOAT16 | KVDtype.BFLOAT16:
                 return 2 * head_dim
+            case KVDtype.FLOAT8:
+                return head_dim
             case KVDtype.INT8:
                 # The scale lies at a multiple of its size, the row ends at a multiple of 8.
                 return -(-(-(-head_dim // _INT8_SCALE_BYTES) * _INT8_SCALE_BYTES + _INT8_SCALE_BYTES) // 8) * 8
+
+
+CONVERTED = frozenset({KVDtype.FLOAT32, KVDtype.FLOAT16, KVDtype.INT8})
+"""Dtypes that the hand-off converts into each other; others move between workers that hold the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +112,8 @@ class KVLayout:
                 return f"{name}: {mine!r} here, {theirs!r} there"
         if peer.kv_dtype not in list(KVDtype):
             return f"kv_dtype: {peer.kv_dtype!r} there, {', '.join(KVDtype)} are known here"
+        if peer.kv_dtype != self.kv_dtype and not {KVDtype(peer.kv_dtype), KVDtype(self.kv_dtype)} <= CONVERTED:
+            return f"kv_dtype: {str(self.kv_dtype)!r} here, {str(peer.kv_dtype)!r} there, which are not converted"
         if peer.block_size < 1:
             return f"block_size: {peer.block_size} there"
         if not 1 <= peer.tp_size <= MAX_TP_SIZE:

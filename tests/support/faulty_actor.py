@@ -16,7 +16,7 @@ class FaultyWorkerActor(WorkerActor):
 
     def __init__(self, *arguments: Any) -> None:
         ranks.Transports = FragileTransports  # type: ignore[misc]
-        hosting.BlockCopier = lambda store: DamagingCopier(store, share=DAMAGED_SHARE)  # type: ignore[misc,assignment]
+        hosting.make_copier = lambda store: DamagingCopier(store, share=DAMAGED_SHARE)  # type: ignore[misc,assignment]
         super().__init__(*arguments)
 
     @property

@@ -28,7 +28,10 @@ STEP_S = 60.0
 
 
 class _Follower:
-    def __init__(self, make_loaded: Callable[[], LoadedRank], rank: int, on_step: OnStep | None) -> None:
+    def __init__(
+        self, make_loaded: Callable[[], LoadedRank], config: EngineConfig, rank: int, on_step: OnStep | None
+    ) -> None:
+        self._config = config
         self.steps: queue.SimpleQueue[RankStep | None] = queue.SimpleQueue()
         self.error: BaseException | None = None
         self.loaded: LoadedRank | None = None
@@ -43,8 +46,7 @@ class _Follower:
         try:
             self.loaded = self._make_loaded()
             self.is_loaded.set()
-            runner = make_follower(self.loaded, num_threads=1)
-            runner.bind_thread()
+            runner = make_follower(self.loaded, self._config, num_threads=1)
             while (step := self.steps.get()) is not None:
                 runner.follow(step, None if self._on_step is None else self._on_step(self._rank, step))
         except Exception as error:  # noqa: BLE001 — the barrier of a test's thread: reported when the gang ends
@@ -139,7 +141,7 @@ def running_gang(folder: Path, num_ranks: int, *, on_step: OnStep | None = None,
         def load(group: object = group) -> LoadedRank:
             return load_rank(folder, config, max_model_len=None, num_threads=1, group=group)  # type: ignore[arg-type]
 
-        followers.append(_Follower(load, group.rank, on_step))
+        followers.append(_Follower(load, config, group.rank, on_step))
         # One after the other: packing probes kernels at a thread count of the process.
         assert followers[-1].is_loaded.wait(STEP_S)
     try:

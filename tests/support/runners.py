@@ -83,10 +83,12 @@ class GatedCopier(BlockCopier):
 class SlowCopier(BlockCopier):
     """Waits before it gathers, as a busy transport thread would."""
 
-    def gather(self, chunk: ChunkRange, blocks: Int32, body: memoryview, wire_dtype: KVDtype) -> int:
+    def gather(
+        self, chunk: ChunkRange, blocks: Int32, body: memoryview, wire_dtype: KVDtype, after: object = None
+    ) -> int:
         """See BlockCopier.gather."""
         threading.Event().wait(0.02)
-        return super().gather(chunk, blocks, body, wire_dtype)
+        return super().gather(chunk, blocks, body, wire_dtype, after)
 
 
 class DamagingCopier(BlockCopier):

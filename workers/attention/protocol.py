@@ -3,7 +3,7 @@
 Shape letters: T tokens, R rows, I work items, Hq query heads, Hkv KV heads, D head size, N blocks, B block size.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -30,6 +30,40 @@ class GroupMetadata:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupTensors:
+    """GroupMetadata on a device."""
+
+    block_table: torch.Tensor
+    """int32 [R, blocks]"""
+    token_blocks: torch.Tensor
+    """int64 [T]"""
+    token_offsets: torch.Tensor
+    """int64 [T]"""
+    window: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTensors:
+    """StepMetadata on a device."""
+
+    positions: torch.Tensor
+    """int64 [T]"""
+    row_starts: torch.Tensor
+    """int32 [R + 1]"""
+    kv_lengths: torch.Tensor
+    """int32 [R] tokens that the last query token of each row sees if there is no window."""
+    item_rows: torch.Tensor
+    item_starts: torch.Tensor
+    item_ends: torch.Tensor
+    """int32 [I] each"""
+    max_queries: int
+    """Query tokens of the longest row."""
+    max_kv: int
+    """At least the largest of kv_lengths."""
+    groups: tuple[GroupTensors, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetadata:
     """Built once per step."""
 
@@ -44,6 +78,46 @@ class StepMetadata:
     item_ends: Int32
     """[I] one past its last token."""
     groups: tuple[GroupMetadata, ...]
+    _on_device: list[StepTensors] = field(default_factory=list, compare=False, repr=False)
+    """What `tensors` has made."""
+
+    def tensors(self, device: torch.device) -> StepTensors:
+        """Return the same on the device of the model; moved once per step, for all layers."""
+        if not self._on_device:
+            self._on_device.append(move_step(self, device))
+        return self._on_device[0]
+
+
+def move_step(step: StepMetadata, device: torch.device) -> StepTensors:
+    """Copy a step's metadata to a device, without waiting for it."""
+
+    def moved(array: Int32, dtype: torch.dtype) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        if device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(device, dtype, non_blocking=True)
+
+    kv_lengths = step.positions[step.row_starts[1:] - 1] + 1
+    return StepTensors(
+        positions=moved(step.positions, torch.long),
+        row_starts=moved(step.row_starts, torch.int32),
+        kv_lengths=moved(kv_lengths, torch.int32),
+        item_rows=moved(step.item_rows, torch.int32),
+        item_starts=moved(step.item_starts, torch.int32),
+        item_ends=moved(step.item_ends, torch.int32),
+        max_queries=int(np.diff(step.row_starts).max(initial=0)),
+        max_kv=int(kv_lengths.max(initial=0)),
+        groups=tuple(
+            GroupTensors(
+                # Kernels look at whole tiles: of what no query sees they may load any block, but a block.
+                block_table=moved(np.maximum(group.block_table, 0), torch.int32),
+                token_blocks=moved(group.token_blocks, torch.long),
+                token_offsets=moved(group.token_offsets, torch.long),
+                window=group.window,
+            )
+            for group in step.groups
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import get_args
 import psutil
 
 from pdserve.cluster.base.clock import Clock
-from pdserve.cluster.base.config import TransferConfig
+from pdserve.cluster.base.config import EngineConfig, TransferConfig
 from pdserve.cluster.base.errors import ChannelClosedError, ClientError, ProtocolError, RankLostError
 from pdserve.cluster.base.messages import Message
 from pdserve.cluster.base.rank_messages import (
@@ -38,7 +38,7 @@ from pdserve.workers.gang.rank_step import RankStep
 from pdserve.workers.gang.step_link import StepReceiver
 from pdserve.workers.handoff.exports import RankExporter
 from pdserve.workers.handoff.ranks import LocalRanks
-from pdserve.workers.kv.copy import BlockCopier
+from pdserve.workers.kv.copy import Copier, make_copier
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class _Host:
     host: str
     channel: ChannelSettings
     transfer: TransferConfig
-    copiers: tuple[BlockCopier, ...]
+    copiers: tuple[Copier, ...]
     clock: Clock
     gang: None = None
 
@@ -72,6 +72,7 @@ class FollowerSettings:
     channel: ChannelSettings
     transfer: TransferConfig
     clock: Clock
+    engine: EngineConfig
     num_threads: int
 
 
@@ -92,7 +93,7 @@ class Follower:
         self._is_handing_off = asyncio.Event()
         self._orders: list[HandoffOrder] = []
         self._exporter: RankExporter | None = None
-        self._copier: BlockCopier | None = None
+        self._copier: Copier | None = None
         self._steps: StepReceiver | None = None
         self._thread: threading.Thread | None = None
         self._starting: asyncio.Task[None] | None = None
@@ -177,7 +178,7 @@ class Follower:
             return self._load(open_store(host, port), key, own_address(host, port), message.num_ranks)
 
         loaded = await asyncio.to_thread(load)
-        copier = BlockCopier(loaded.store)
+        copier = make_copier(loaded.store)
         await asyncio.to_thread(copier.warm_up)
         self._copier = copier
         self._thread = threading.Thread(target=self._run_steps, args=(loaded, self._steps), name="engine", daemon=True)
@@ -189,8 +190,7 @@ class Follower:
     def _run_steps(self, loaded: LoadedRank, steps: StepReceiver) -> None:
         cause, is_consequence = "rank 0 closed", True
         try:
-            runner = make_follower(loaded, num_threads=self._settings.num_threads)
-            runner.bind_thread()
+            runner = make_follower(loaded, self._settings.engine, num_threads=self._settings.num_threads)
             while (step := steps.receive()) is not None:
                 runner.follow(step, self._announcing(step))
                 self._num_steps += 1
@@ -221,7 +221,7 @@ class Follower:
 
     # The hand-off.
 
-    def _start_handoff(self, message: StartHandoff, copier: BlockCopier) -> None:
+    def _start_handoff(self, message: StartHandoff, copier: Copier) -> None:
         settings = self._settings
         host = _Host(settings.host, settings.channel, settings.transfer, (copier,), settings.clock)
         ranks = LocalRanks(host, message.role, message.incarnation, self._post, first_rank=settings.rank)

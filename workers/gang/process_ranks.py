@@ -43,6 +43,7 @@ class ProcessRank:
         self.rank = rank
         self.size = size
         self._is_ordered = is_ordered
+        self._device = device
         self._is_gloo = device.type == "cpu"
         distributed = torch_distributed()
         prefixed = distributed.PrefixStore(key, store)
@@ -80,6 +81,11 @@ class ProcessRank:
         parts = [torch.empty_like(part) for _ in range(self.size)] if self.rank == 0 else []
         self._finish(self._group.gather([parts] if parts else [], [part], options))
         return parts
+
+    def smallest(self, value: float) -> float:
+        """See RankGroup."""
+        parts = self._gather(torch.tensor([value], dtype=torch.float64, device=self._device))
+        return min(float(part) for part in parts)
 
     def _gather(self, part: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(part) for _ in range(self.size)]

@@ -7,7 +7,7 @@ import numpy as np
 from pdserve.cluster.base.kv_layout import ChunkRange
 from pdserve.kvtransfer.layout import Stream, chunk_bytes
 from pdserve.workers.engine.block_pool import NO_BLOCK
-from pdserve.workers.kv.copy import BlockCopier
+from pdserve.workers.kv.copy import Copier
 
 
 class BlockTarget:
@@ -15,7 +15,7 @@ class BlockTarget:
 
     def __init__(
         self,
-        copier: BlockCopier,
+        copier: Copier,
         streams: Sequence[Stream],
         blocks: Sequence[Sequence[int]],
         num_tokens: int,

@@ -14,7 +14,7 @@ from pdserve.kvtransfer.chunk_stream import ChunkStream
 from pdserve.kvtransfer.layout import LayerSpan, chunk_bytes, chunks_of, first_sent
 from pdserve.workers.engine.plan import Int32
 from pdserve.workers.gang.rank_step import ExportedStep
-from pdserve.workers.kv.copy import BlockCopier
+from pdserve.workers.kv.copy import Copier
 
 OnReleased = Callable[[TransferId, int], None]
 """Called on any thread with a transfer and the end token of one of its steps."""
@@ -62,8 +62,15 @@ class _ExportedChunk:
     was_sent = False
 
     def __init__(
-        self, announced: _AnnouncedStep, stream: ChunkStream, chunk_no: int, chunk: ChunkRange, copier: BlockCopier
+        self,
+        announced: _AnnouncedStep,
+        stream: ChunkStream,
+        chunk_no: int,
+        chunk: ChunkRange,
+        copier: Copier,
+        mark: object,
     ) -> None:
+        """`mark` is the copier's, of when the chunk's layers were written."""
         self.transfer = announced.step.transfer
         self.num_bytes = chunk_bytes(stream.stream, chunk)
         self._announced = announced
@@ -71,6 +78,7 @@ class _ExportedChunk:
         self._chunk_no = chunk_no
         self._range = chunk
         self._copier = copier
+        self._mark = mark
         announced.hold()
 
     @property
@@ -79,7 +87,7 @@ class _ExportedChunk:
 
     def load(self, buffer: memoryview) -> Cargo:
         blocks: Int32 = self._announced.step.blocks[self._range.group]
-        checksum = self._copier.gather(self._range, blocks, buffer, self._stream.stream.wire_dtype)
+        checksum = self._copier.gather(self._range, blocks, buffer, self._stream.stream.wire_dtype, self._mark)
         return Cargo(transfer=self.transfer, chunk_no=self._chunk_no, range=self._range, checksum=checksum)
 
     def release(self) -> None:
@@ -89,7 +97,7 @@ class _ExportedChunk:
 class RankExporter:
     """Knows the transfers that a rank ships. `begin_step` and `layer_done` run on the thread of the rank's steps."""
 
-    def __init__(self, copier: BlockCopier, streams_of: Callable[[int], Streams], on_released: OnReleased) -> None:
+    def __init__(self, copier: Copier, streams_of: Callable[[int], Streams], on_released: OnReleased) -> None:
         """`streams_of` returns the streams of a pair, none if it is gone; called on the thread of the steps."""
         self._copier = copier
         self._layout = copier.layout
@@ -133,21 +141,22 @@ class RankExporter:
 
     def layer_done(self, layer: int) -> None:
         """The step's KV of this layer is in the store."""
+        mark = self._copier.mark() if self._step else None
         for announced in self._step:
             for stream in announced.streams.values():
                 for span in stream.spans.get(layer, ()):
                     if not announced.export.is_void:
-                        self._announce(announced, stream, span)
+                        self._announce(announced, stream, span, mark)
         if layer == self._layout.num_layers - 1:
             step, self._step = self._step, []
             for announced in step:
                 announced.release()
 
-    def _announce(self, announced: _AnnouncedStep, stream: ChunkStream, span: LayerSpan) -> None:
+    def _announce(self, announced: _AnnouncedStep, stream: ChunkStream, span: LayerSpan, mark: object) -> None:
         step = announced.step
         # What was cached is shipped with the first step.
         first = max(step.send_from, first_sent(self._layout, span.group, step.num_tokens, step.num_held))
         for chunk in chunks_of(stream.stream, span, first, step.end_token):
             chunk_no = announced.next_chunks[stream.number]
             announced.next_chunks[stream.number] += 1
-            stream.submit(_ExportedChunk(announced, stream, chunk_no, chunk, self._copier))
+            stream.submit(_ExportedChunk(announced, stream, chunk_no, chunk, self._copier, mark))

@@ -13,7 +13,7 @@ from pdserve.workers.handoff.exports import RankExporter
 from pdserve.workers.handoff.settings import RankPort, RankSettings, Report
 from pdserve.workers.handoff.sink_rank import SinkRank
 from pdserve.workers.handoff.source_rank import SourceRank
-from pdserve.workers.kv.copy import BlockCopier
+from pdserve.workers.kv.copy import Copier
 
 
 class Gang(Protocol):
@@ -42,7 +42,7 @@ class HostSettings(Protocol):
         """The transfer section of the configuration."""
 
     @property
-    def copiers(self) -> tuple[BlockCopier, ...]:
+    def copiers(self) -> tuple[Copier, ...]:
         """One for each rank of this process."""
 
     @property

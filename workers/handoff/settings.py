@@ -11,7 +11,7 @@ from pdserve.cluster.base.kv_layout import KVLayout
 from pdserve.cluster.base.rank_messages import HandoffOrder, HandoffReport
 from pdserve.cluster.base.wire import ChannelSettings
 from pdserve.kvtransfer.transports.factory import Transports
-from pdserve.workers.kv.copy import BlockCopier
+from pdserve.workers.kv.copy import Copier
 
 TICK_S = 0.25
 PROGRESS_S = 1.0
@@ -48,7 +48,7 @@ class RankSettings:
     incarnation: Incarnation
     """The worker's."""
     config: TransferConfig
-    copier: BlockCopier
+    copier: Copier
     clock: Clock
     transports: Transports
 

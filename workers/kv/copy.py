@@ -8,7 +8,7 @@ the GIL and are not parallel: transport threads call them beside the engine's.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numba
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from pdserve.cluster.base.errors import ConfigError
-from pdserve.cluster.base.kv_layout import ChunkRange, KVDtype, KVLayout
+from pdserve.cluster.base.kv_layout import CONVERTED, ChunkRange, KVDtype, KVLayout
 from pdserve.workers.engine.plan import Int32
 from pdserve.workers.kv.row_kernels import FLOAT16, FLOAT32, INT8, read_row, write_row
 from pdserve.workers.kv.store import KVStore
@@ -149,6 +149,22 @@ def _scatter_converted(  # type: ignore[no-untyped-def]  # numba infers the type
                 )
 
 
+@numba.njit(nogil=True, cache=True)
+def _copy_words(source, target, keys):  # type: ignore[no-untyped-def]  # numba infers the types
+    # target = source, [rows * size] words; the checksum in the same pass.
+    size = keys.shape[0]
+    total = np.uint64(0)
+    for at in range(0, source.shape[0], size):
+        words, copied = source[at : at + size], target[at : at + size]
+        salt = np.uint64(at) * _ROW_SALT
+        for d in range(size):
+            word = words[d]
+            copied[d] = word
+            mixed = word + (keys[d] + salt)
+            total += (mixed & _LOW) * (mixed >> _HALF)
+    return total
+
+
 def _views(rows: NDArray[Any]) -> tuple[NDArray[np.float32], NDArray[np.uint16], NDArray[np.int8]]:
     """Return rows [..., row] as fp32, halves and bytes."""
     return rows.view(np.float32), rows.view(np.uint16), rows.view(np.int8)
@@ -169,12 +185,45 @@ def _words(layer: torch.Tensor) -> UInt64:
     return words
 
 
-class BlockCopier:
-    """Gathers from, and scatters into, the blocks of one rank's KV store on CPU.
+class BodyChecksum:
+    """Copies whole bodies in host memory, with their checksum; for KV that is not in host memory itself."""
+
+    def __init__(self, row_bytes: int) -> None:
+        self._keys = _draw_keys(row_bytes // 8)
+
+    def copy(self, source: NDArray[np.uint8], target: NDArray[np.uint8]) -> int:
+        """Copy a body, as bytes; return its checksum."""
+        return int(_copy_words(source.view(np.uint64), target.view(np.uint64), self._keys))
+
+
+class Copier(Protocol):
+    """Copies between the blocks of one rank's KV store and chunk bodies; from any thread.
 
     `blocks` is a request's table in the chunk's group, int32 [blocks]; a body has num_layers * 2 * num_tokens *
     num_heads rows of the wire dtype.
     """
+
+    @property
+    def layout(self) -> KVLayout:
+        """The layout of the store."""
+
+    def mark(self) -> object:
+        """Return a mark of what has been computed so far, for `gather`; on the thread that computes."""
+
+    def gather(
+        self, chunk: ChunkRange, blocks: Int32, body: memoryview, wire_dtype: KVDtype, after: object = None
+    ) -> int:
+        """Copy the chunk's KV into `body`, behind a mark; return its checksum."""
+
+    def scatter(self, chunk: ChunkRange, blocks: Int32, body: memoryview, wire_dtype: KVDtype) -> int:
+        """Copy `body` into the chunk's blocks; return its checksum."""
+
+    def warm_up(self) -> None:
+        """Compile what would be compiled when it is first needed."""
+
+
+class BlockCopier:
+    """Gathers from, and scatters into, the blocks of one rank's KV store on CPU. See Copier."""
 
     def __init__(self, store: KVStore) -> None:
         """Raises ConfigError for a KV that it cannot move."""
@@ -184,7 +233,7 @@ class BlockCopier:
         self._store = store
         self._kv_dtype = KVDtype(store.layout.kv_dtype)
         self._first_head, _ = store.layout.heads_of(store.rank)
-        self._keys_of = {kind: _draw_keys(kind.row_bytes(store.layout.head_dim) // 8) for kind in KVDtype}
+        self._keys_of = {kind: _draw_keys(kind.row_bytes(store.layout.head_dim) // 8) for kind in CONVERTED}
         self._keys = self._keys_of[self._kv_dtype]
         self._layers = [_words(store.layer(index)) for index in range(store.layout.num_layers)]
 
@@ -193,12 +242,18 @@ class BlockCopier:
         """The layout of the store."""
         return self._layout
 
-    def gather(self, chunk: ChunkRange, blocks: Int32, body: memoryview, wire_dtype: KVDtype) -> int:
-        """Copy the chunk's KV into `body`; return its checksum."""
+    def mark(self) -> object:
+        """See Copier: a layer is announced when it has been written."""
+        return None
+
+    def gather(
+        self, chunk: ChunkRange, blocks: Int32, body: memoryview, wire_dtype: KVDtype, after: object = None
+    ) -> int:
+        """See Copier."""
         return self._move(_gather, _gather_converted, chunk, blocks, body, wire_dtype)
 
     def scatter(self, chunk: ChunkRange, blocks: Int32, body: memoryview, wire_dtype: KVDtype) -> int:
-        """Copy `body` into the chunk's blocks; return its checksum."""
+        """See Copier."""
         return self._move(_scatter, _scatter_converted, chunk, blocks, body, wire_dtype)
 
     def _move(
@@ -236,3 +291,14 @@ class BlockCopier:
             _scatter(layer, blocks, *ends, words, 0, self._keys)
             _scatter_converted(*_views(layer), *_views(body), blocks, *ends, *kinds)
             _checksum(words[:0], self._keys)
+
+
+def make_copier(store: KVStore) -> Copier:
+    """Return the copier of a store on its device. Raises ConfigError for a KV that cannot be moved."""
+    device = store.layer(0).device
+    if device.type == "cpu":
+        return BlockCopier(store)
+    # Where there is no GPU, nothing of this is loaded.
+    from pdserve.workers.kv.device_copy import CudaStreams, DeviceCopier
+
+    return DeviceCopier(store, CudaStreams(device))

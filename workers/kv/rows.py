@@ -12,7 +12,13 @@ from pdserve.cluster.base.kv_layout import KVDtype
 
 INT8_MAX = 127.0
 _SCALE_BYTES = 4
-TORCH_DTYPES = {KVDtype.FLOAT32: torch.float32, KVDtype.FLOAT16: torch.float16, KVDtype.INT8: torch.int8}
+TORCH_DTYPES = {
+    KVDtype.FLOAT32: torch.float32,
+    KVDtype.FLOAT16: torch.float16,
+    KVDtype.INT8: torch.int8,
+    KVDtype.BFLOAT16: torch.bfloat16,
+    KVDtype.FLOAT8: torch.float8_e4m3fn,
+}
 
 
 def row_scales(kv: torch.Tensor, head_dim: int) -> torch.Tensor:

@@ -86,9 +86,8 @@ class _PagedStep:
     ) -> torch.Tensor:
         """Return [1, T, Hq, D] for query [1, Hq, T, D], key and value [1, Hkv, T, D]."""
         kv = self.store.layer(layer)
-        place = self.step.groups[parameters.group]
-        blocks = torch.from_numpy(place.token_blocks).to(kv.device, torch.long)
-        offsets = torch.from_numpy(place.token_offsets).to(kv.device, torch.long)
+        place = self.step.tensors(kv.device).groups[parameters.group]
+        blocks, offsets = place.token_blocks, place.token_offsets
         for side, rows in enumerate((key, value)):
             kv[blocks, side, :, offsets] = encode_rows(rows[0].transpose(0, 1).float(), self.store.kv_dtype)
         if self.on_layer is not None:
@@ -241,7 +240,7 @@ class FallbackDecoder:
         on_layer: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
         """Write the KV of the step's tokens and return fp32 logits [S, V] of `sample_tokens`; see Decoder.forward."""
-        positions = torch.from_numpy(step.positions).to(token_ids.device, torch.long)
+        positions = step.tensors(token_ids.device).positions
         self._holder.run = _PagedStep(step, store, self._attention, self._groups, on_layer)
         output = self._model(
             input_ids=token_ids[None],

@@ -118,12 +118,16 @@ class Head:
         token_ids = np.zeros(num_rows, np.int32)
         rows = np.empty((len(whole), self._widths[group.rank]), np.float32)
         offset = 0
-        for tile in self._tiles:
-            logits = self._tile(tile, hidden).cpu().numpy()
-            _update_largest(logits, self._first_token + offset, largest, token_ids)
-            if len(whole):
-                np.take(logits, whole, axis=0, out=rows[:, offset : offset + tile.out_features], mode="clip")
-            offset += tile.out_features
+        if hidden.device.type == "cpu":
+            for tile in self._tiles:
+                logits = self._tile(tile, hidden).numpy()
+                _update_largest(logits, self._first_token + offset, largest, token_ids)
+                if len(whole):
+                    np.take(logits, whole, axis=0, out=rows[:, offset : offset + tile.out_features], mode="clip")
+                offset += tile.out_features
+        else:
+            found, ids, kept = self._scan_on_device(hidden, whole)
+            largest, token_ids, rows = found.cpu().numpy(), ids.cpu().numpy(), kept.cpu().numpy()
         if group.size > 1:
             # Both are exact in fp64.
             bests = group.gather(torch.from_numpy(np.stack([largest.astype(np.float64), token_ids])))
@@ -133,6 +137,28 @@ class Head:
             if len(whole):
                 rows = self._join(torch.from_numpy(rows)).numpy()
         return token_ids, rows, whole
+
+    def _scan_on_device(self, hidden: torch.Tensor, whole: Indexes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the largest logit [S], the lowest token that has it [S], and the rows that are needed whole.
+
+        Only these leave the device.
+        """
+        wanted = torch.from_numpy(whole).to(hidden.device)
+        largest = torch.full((len(hidden),), -torch.inf, device=hidden.device)
+        token_ids = torch.zeros(len(hidden), dtype=torch.int32, device=hidden.device)
+        kept = []
+        offset = self._first_token
+        for tile in self._tiles:
+            logits = self._tile(tile, hidden)
+            best = logits.max(dim=1).values
+            columns = torch.arange(offset, offset + tile.out_features, dtype=torch.int32, device=hidden.device)
+            lowest = torch.where(logits == best[:, None], columns, columns[-1]).min(dim=1).values
+            is_larger = best > largest
+            token_ids = torch.where(is_larger, lowest, token_ids)
+            largest = torch.where(is_larger, best, largest)
+            kept.append(logits[wanted])
+            offset += tile.out_features
+        return largest, token_ids, torch.cat(kept, dim=1)
 
     def score(self, hidden: torch.Tensor, scored: ScoredTokens) -> tuple[TokenLogprobs, ...]:
         """Return the log probability of each scored token; hidden [Q, H] are the states before them. On rank 0."""

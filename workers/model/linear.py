@@ -75,14 +75,17 @@ class LinearFactory:
         notes: why packed linears are not in the bitwise class; empty when all are.
     """
 
-    def __init__(self, kind: LinearKind, device: torch.device, pack: Pack | None = None) -> None:
-        """`pack` takes the place of torch's packed kernels."""
+    def __init__(
+        self, kind: LinearKind, device: torch.device, pack: Pack | None = None, *, is_invariant: bool = False
+    ) -> None:
+        """`pack` takes the place of torch's packed kernels; `is_invariant` asks for fixed tiles on a GPU."""
         self._kind = kind
         self._packed = pack or _packed
         self._device = device
         self._paddings: dict[tuple[LinearKind, int, int, bool], Padding | None] = {}
         self.notes: list[str] = []
-        if device.type != "cpu":
+        self._is_tiled = is_invariant and device.type != "cpu"
+        if device.type != "cpu" and not is_invariant:
             self.notes.append(f"library kernels on {device.type}")
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None, kind: LinearKind | None = None) -> Linear:
@@ -119,12 +122,22 @@ class LinearFactory:
         dtype = torch.bfloat16 if is_half else torch.float32
         held = weight.to(self._device, dtype, copy=True)
         offset = None if bias is None else bias.to(self._device, dtype)
+        product = _library_product(held, offset)
+        if self._is_tiled:
+            # Loaded only where there is a GPU.
+            from pdserve.workers.model.triton_linear import TiledProduct
+
+            product = TiledProduct(held, offset)
         return Linear(
-            lambda x: torch.nn.functional.linear(x.to(dtype), held, offset).float(),
+            product,
             PADDINGS[0],
             out_features=weight.shape[0],
             memory_bytes=held.numel() * held.element_size(),
         )
+
+
+def _library_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    return lambda x: torch.nn.functional.linear(x.to(weight.dtype), weight, bias).float()
 
 
 def _packed(weight: torch.Tensor, bias: torch.Tensor | None, kind: LinearKind) -> tuple[Product, int]:

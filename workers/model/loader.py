@@ -11,11 +11,10 @@ from typing import Protocol
 
 import torch
 
-from pdserve.cluster.base.config import AttentionKind, LinearKind, RunnerKind
-from pdserve.cluster.base.errors import CheckpointError
-from pdserve.workers.attention.numba_cpu import NumbaAttention
+from pdserve.cluster.base.config import AttentionKind, LinearKind, NumericsKind, RunnerKind
+from pdserve.cluster.base.kv_layout import KVDtype
+from pdserve.workers.attention.choice import AttentionShape, ChosenAttention, choose_attention
 from pdserve.workers.attention.protocol import AttentionParameters, StepMetadata
-from pdserve.workers.attention.torch_reference import TorchAttention
 from pdserve.workers.kv.store import KVStore
 from pdserve.workers.model.checkpoint import Checkpoint
 from pdserve.workers.model.decoder import Decoder
@@ -61,12 +60,27 @@ class LoadedModel:
     decoder: ForwardModel
     head: Head
     digest: str
+    attention: AttentionKind
     notes: tuple[str, ...]
 
 
 def read_model_spec(folder: Path, runner: RunnerKind) -> ModelSpec:
     """Return what the engine needs to know of the model in `folder`. Raises CheckpointError."""
     return read_fallback_spec(folder) if runner is RunnerKind.TRANSFORMERS else read_spec(folder)
+
+
+def attention_shape(spec: ModelSpec, num_ranks: int, block_size: int, kv_dtype: KVDtype) -> AttentionShape:
+    """Return what a rank's attention will be asked."""
+    return AttentionShape(
+        num_heads=spec.num_heads // num_ranks,
+        num_kv_heads=max(1, spec.num_kv_heads // num_ranks),
+        head_dim=spec.head_dim,
+        block_size=block_size,
+        kv_dtype=kv_dtype,
+        windows=tuple(group.window for group in spec.groups),
+        softcap=spec.attention_softcap,
+        has_sinks=spec.has_sinks,
+    )
 
 
 def load_model(
@@ -76,27 +90,33 @@ def load_model(
     attention: AttentionKind,
     device: torch.device,
     max_model_len: int,
+    block_size: int = 16,
+    kv_dtype: KVDtype = KVDtype.FLOAT32,
     group: RankGroup = SOLO,
     runner: RunnerKind = RunnerKind.NATIVE,
+    numerics: NumericsKind = NumericsKind.DEFAULT,
 ) -> LoadedModel:
     """Load a rank of the model in `folder` (Hugging Face layout). Raises CheckpointError or ConfigError."""
-    if attention is AttentionKind.NUMBA and device.type != "cpu":
-        raise CheckpointError(f"engine.attention numba runs on cpu only, not on {device}")
     spec = read_model_spec(folder, runner)
     spec.check_ranks(group.size)
     checkpoint = Checkpoint(folder)
     try:
         if runner is RunnerKind.TRANSFORMERS:
-            backend = NumbaAttention() if attention is AttentionKind.NUMBA else TorchAttention()
-            decoder, head = load_fallback(folder, spec, backend, device)
+            chosen = choose_attention(attention, device, attention_shape(spec, 1, block_size, kv_dtype))
+            decoder, head = load_fallback(folder, spec, chosen.backend, device)
             return LoadedModel(
                 spec=spec,
                 decoder=decoder,
                 head=head,
                 digest=checkpoint.digest(),
+                attention=chosen.kind,
                 notes=("engine.runner transformers",),
             )
-        return _Loader(spec, checkpoint, linear, attention, device, max_model_len, group).load()
+        is_invariant = numerics is NumericsKind.INVARIANT
+        shape = attention_shape(spec, group.size, block_size, kv_dtype)
+        chosen = choose_attention(attention, device, shape, is_invariant=is_invariant)
+        factory = LinearFactory(linear, device, is_invariant=is_invariant)
+        return _Loader(spec, checkpoint, factory, chosen, device, max_model_len, group).load()
     finally:
         checkpoint.close()
 
@@ -106,8 +126,8 @@ class _Loader:
         self,
         spec: ModelSpec,
         checkpoint: Checkpoint,
-        linear: LinearKind,
-        attention: AttentionKind,
+        factory: LinearFactory,
+        attention: ChosenAttention,
         device: torch.device,
         max_model_len: int,
         group: RankGroup,
@@ -117,9 +137,9 @@ class _Loader:
         self._weights = RankWeights(spec, checkpoint, group.rank, group.size)
         self._device = device
         self._group = group
-        self._factory = LinearFactory(linear, device)
-        self._is_numba = attention is AttentionKind.NUMBA
-        self._ops = NumbaOps() if self._is_numba else TorchOps()
+        self._factory = factory
+        self._attention = attention
+        self._ops = NumbaOps() if attention.kind is AttentionKind.NUMBA else TorchOps()
         # The self-test runs before any limit of a request applies.
         self._tables = [
             tuple(
@@ -143,17 +163,18 @@ class _Loader:
             final_norm=self._norm("norm", spec.hidden_size),
             eps=spec.rms_eps,
             ops=self._ops,
-            attention=NumbaAttention() if self._is_numba else TorchAttention(),
+            attention=self._attention.backend,
             group=self._group,
         )
         notes = list(self._factory.notes)
-        if not self._is_numba:
-            notes.append("attention backend torch")
+        if not self._attention.is_invariant:
+            notes.append(f"attention backend {self._attention.kind}")
         return LoadedModel(
             spec=spec,
             decoder=decoder,
             head=Head(tiles, spec.vocab_size, softcap=spec.logit_softcap, group=self._group),
             digest=self._checkpoint.digest(),
+            attention=self._attention.kind,
             notes=tuple(notes),
         )
 

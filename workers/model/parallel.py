@@ -36,6 +36,9 @@ class RankGroup(Protocol):
     def gather(self, part: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's tensor on rank 0, nothing on the others. All have one shape. Raises RankLostError."""
 
+    def smallest(self, value: float) -> float:
+        """Return the smallest of every rank's values. Raises RankLostError."""
+
 
 class SoloRank:
     """A worker of one rank."""
@@ -50,6 +53,10 @@ class SoloRank:
     def gather(self, part: torch.Tensor) -> list[torch.Tensor]:
         """See RankGroup."""
         return [part]
+
+    def smallest(self, value: float) -> float:
+        """See RankGroup."""
+        return value
 
 
 SOLO = SoloRank()
@@ -96,6 +103,11 @@ class ThreadRank:
     def gather(self, part: torch.Tensor) -> list[torch.Tensor]:
         """See RankGroup."""
         return self._meet(part, lambda parts: [part.clone() for part in parts] if self.rank == 0 else [])
+
+    def smallest(self, value: float) -> float:
+        """See RankGroup."""
+        part = torch.tensor([value], dtype=torch.float64)
+        return self._meet(part, lambda parts: min(float(part) for part in parts))
 
     def leave(self) -> None:
         """Take part no more: the others' calls fail."""

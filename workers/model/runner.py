@@ -17,6 +17,7 @@ from pdserve.workers.engine.plan import ForwardPlan, Int32, StepOutput, StepPlan
 from pdserve.workers.gang.rank_step import BlockCopy, CopyKind, Exported, Followers, RankStep
 from pdserve.workers.kv.host_tier import HostSlots
 from pdserve.workers.kv.store import KVStore
+from pdserve.workers.model.graphs import GraphedDecoder
 from pdserve.workers.model.head import rows_needed_whole
 from pdserve.workers.model.loader import LoadedModel
 
@@ -49,6 +50,16 @@ class RankRunner:
         self._num_threads = num_threads
         self._device = store.layer(0).device
         self._windows = tuple(group.window for group in model.spec.groups)
+        self._graphs: GraphedDecoder | None = None
+
+    def capture_graphs(self, *, max_rows: int, max_tokens: int) -> None:
+        """Capture decode steps of up to `max_rows` rows and texts of `max_tokens`, on a GPU; all ranks at once."""
+        graphs = GraphedDecoder(
+            self._model.decoder, self._store, self._windows, max_rows=max_rows, max_tokens=max_tokens
+        )
+        with torch.inference_mode():
+            graphs.capture()
+        self._graphs = graphs
 
     @property
     def store(self) -> KVStore:
@@ -72,6 +83,10 @@ class RankRunner:
         torch.set_num_threads(self._num_threads)
 
     def _forward(self, plan: ForwardPlan, output_tokens: Int32, on_layer: OnLayer | None) -> torch.Tensor:
+        if self._graphs is not None and on_layer is None:
+            hidden = self._graphs.replay(plan, output_tokens)
+            if hidden is not None:
+                return hidden
         step = build_metadata(plan, self._windows, self._store.block_size)
         token_ids = torch.from_numpy(plan.token_ids).to(self._device, torch.long)
         wanted = torch.from_numpy(output_tokens).to(self._device, torch.long)

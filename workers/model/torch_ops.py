@@ -42,11 +42,10 @@ class TorchOps:
         if parameters.query_norm is not None and parameters.key_norm is not None:
             query = _norm(query, parameters.query_norm, parameters.eps)
             key = _norm(key, parameters.key_norm, parameters.eps)
-        positions = torch.from_numpy(step.positions).to(qkv.device, torch.long)
-        cos, sin = parameters.cos[positions][:, None], parameters.sin[positions][:, None]
-        place = step.groups[parameters.group]
-        blocks = torch.from_numpy(place.token_blocks).to(qkv.device, torch.long)
-        offsets = torch.from_numpy(place.token_offsets).to(qkv.device, torch.long)
+        tensors = step.tensors(qkv.device)
+        cos, sin = parameters.cos[tensors.positions][:, None], parameters.sin[tensors.positions][:, None]
+        place = tensors.groups[parameters.group]
+        blocks, offsets = place.token_blocks, place.token_offsets
         for side, rows in enumerate((_rotate(key, cos, sin), value)):
             kv[blocks, side, :, offsets] = quantize_rows(rows) if kv.dtype == torch.int8 else rows.to(kv.dtype)
         return _rotate(query, cos, sin)
