@@ -72,7 +72,10 @@ def prepare(config: DeploymentConfig, progress: ShowProgress, say: Say) -> tuple
     served_name = config.model.served_name or default_name(config.model.path, folder)
     for text in dict.fromkeys(str(plans[role]) for role in present):
         say(f"model {served_name}: {text}")
-    check_memory([plans[role] for role in present], available_memory_bytes())
+    if config.engine.device == "cpu":
+        check_memory([plans[role] for role in present], available_memory_bytes())
+    else:
+        say("engine.device cuda: each rank sizes its KV by the memory of its GPU. No worker has run on a GPU yet")
     config = share_cpus(config, psutil.cpu_count() or 1, say)
     if RecordStore(state_dir()).load(config.name) is not None:
         say("sweeping what an earlier run left")

@@ -382,18 +382,18 @@ class DeploymentConfig(_Section):
 
     @model_validator(mode="after")
     def _role_engines_are_right(self) -> "DeploymentConfig":
-        for role in self.workers.engine:
+        for role, changes in self.workers.engine.items():
+            if changes.get("device", self.engine.device) != self.engine.device:
+                raise ValueError(f"workers.engine.{role.value}.device: all workers run on one device (engine.device)")
             try:
-                engine = self.engine_of(role)
+                self.engine_of(role)
             except ValidationError as error:
                 first = error.errors()[0]
                 path = ".".join(str(part) for part in ("workers.engine", role.value, *first["loc"]))
                 message = first["msg"]
                 if first["type"] == "extra_forbidden":
                     message = _unknown(str(first["loc"][-1]), EngineConfig)
-                raise ValueError(f"{path}: {message}") from error
-            if engine.device != self.engine.device:
-                raise ValueError(f"workers.engine.{role.value}.device: all workers run on one device (engine.device)")
+                raise ValueError(f"{path}: {message.removeprefix('Value error, ')}") from error
         return self
 
     def engine_of(self, role: Role) -> EngineConfig:
