@@ -1,149 +1,242 @@
-"""Correctness and speed of the engine on one CUDA device with the torch backend; runs on CPU too. No network.
+"""Correctness and speed of the engine on one CUDA device; runs on a CPU too, with less. No network.
 
-    python -m pdserve.benchmarks.gpu_check [--device cuda] [--minutes 4]
+    python -m pdserve.benchmarks.gpu_check [--device cuda] [--minutes 7]
 
-1. Greedy tokens of a small random model of each family equal transformers fp32 on the CPU (ties within 1e-3).
-   The tokens are those of a batch and of each request alone.
-2. Output tokens per second of a larger random model at N = 1, 8, 32, beside transformers' `generate` with a static
-   batch on the same device, interleaved.
+1. *backends*: every attention backend on the shapes of real families, against the reference in fp32.
+2. *families*: greedy tokens of a small random model of each beside transformers' (fp32, CPU), alone and in a batch.
+3. *invariant*: `engine.numerics: invariant` gives a row the same bits alone and in a batch (the worker's self-test).
+4. *graphs*: CUDA graphs on and off say the same tokens; what a decode step takes.
+5. *hand-off*: a prefill and a decode process on the one GPU say what one engine says, over shared memory.
+6. *speed*: output tokens a second at N = 1, 8, 32 beside transformers' static batch, and of N = 1 the share of what the
+   memory's bandwidth allows.
 
-Prints a table and one JSON line; exits 1 if a check failed.
-
-Models are random and made on the spot: real weights would need a network.
+Prints a table and one JSON line; exits 1 if a check failed. Parts that there is no time for are named as left out.
 """
 
 import argparse
+import asyncio
 import json
-import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
+from transformers import AutoModelForCausalLM
+
+from pdserve.benchmarks.gpu_models import (
+    FAMILIES,
+    LARGE,
+    SMALL,
+    generate,
+    make_engine,
+    save_random,
+    seconds_of,
+    worst_margin,
 )
-
-from pdserve.cluster.base.clock import SystemClock
-from pdserve.cluster.base.config import AttentionKind, EngineConfig, LinearKind
+from pdserve.benchmarks.handoff_workers import make_request, run_to_end
+from pdserve.benchmarks.local_cluster import WorkerPlan, running_cluster
+from pdserve.cluster.base.config import AttentionKind, LinearKind, NumericsKind, TransferConfig, TransportKind
+from pdserve.cluster.base.errors import ConfigError
 from pdserve.cluster.base.ids import RequestId
-from pdserve.cluster.base.request import Request, SamplingParams
-from pdserve.workers.assembly import AssembledEngine, assemble_engine
+from pdserve.cluster.base.kv_layout import KVDtype
+from pdserve.cluster.base.request import Request
+from pdserve.cluster.base.worker_info import Role
+from pdserve.workers.attention.choice import AttentionShape, choose_attention
+from pdserve.workers.engine.engine import Engine
+from pdserve.workers.kv.store import KVStore
 
-FAMILIES = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
-}
-TIE = 1e-3
+Row = dict[str, object]
+
+TIES = {"cpu": 1e-3, "cuda": 0.25}
+"""How far below the largest logit a greedy token may be: CUDA has weights and KV in bf16; logits spread by about 2."""
 PROMPT_TOKENS, NEW_TOKENS = 128, 64
 
 
-def save_random(folder: Path, family: str, *, large: bool) -> PreTrainedModel:
-    """Write a random checkpoint and return its fp32 model on the CPU."""
-    config_type, model_type = FAMILIES[family]
-    sizes = {
-        "vocab_size": 32000 if large else 512,
-        "hidden_size": 1024 if large else 96,
-        "intermediate_size": 3072 if large else 192,
-        "num_hidden_layers": 16 if large else 4,
-        "num_attention_heads": 16 if large else 6,
-        "num_key_value_heads": 8 if large else 2,
-        "head_dim": 64 if large else 32,
-        "max_position_embeddings": 2048,
-        "eos_token_id": 1,
-        "bos_token_id": 0,
+def check_backends(device: str) -> list[Row]:
+    """Run each backend's self-test on shapes of real families."""
+    if device == "cpu":
+        return []
+    shapes = {
+        "llama-8b": AttentionShape(
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            block_size=16,
+            kv_dtype=KVDtype.BFLOAT16,
+            windows=(0,),
+            softcap=0.0,
+            has_sinks=False,
+        ),
+        "gemma2-9b": AttentionShape(
+            num_heads=16,
+            num_kv_heads=8,
+            head_dim=256,
+            block_size=16,
+            kv_dtype=KVDtype.BFLOAT16,
+            windows=(0, 48),
+            softcap=50.0,
+            has_sinks=False,
+        ),
+        "gpt-oss": AttentionShape(
+            num_heads=64,
+            num_kv_heads=8,
+            head_dim=64,
+            block_size=16,
+            kv_dtype=KVDtype.BFLOAT16,
+            windows=(0, 48),
+            softcap=0.0,
+            has_sinks=True,
+        ),
+        "fp8 KV": AttentionShape(
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            block_size=32,
+            kv_dtype=KVDtype.FLOAT8,
+            windows=(0,),
+            softcap=0.0,
+            has_sinks=False,
+        ),
     }
-    extra = {"sliding_window": 40, "query_pre_attn_scalar": sizes["head_dim"]} if family == "gemma3" else {}
-    torch.manual_seed(0)
-    model = model_type(config_type(**sizes, **extra))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if not name.endswith("norm.weight"):
-                parameter.copy_((torch.randn_like(parameter) * (0.03 if large else 0.12)).bfloat16().float())
-    model.save_pretrained(str(folder))
-    return model.eval()
+    kinds = (AttentionKind.FLASHINFER, AttentionKind.VARLEN, AttentionKind.TRITON, AttentionKind.TORCH)
+    rows: list[Row] = []
+    for name, shape in shapes.items():
+        for kind in kinds:
+            fault = _fault(kind, torch.device(device), shape)
+            rows.append({"shape": name, "backend": kind.value, "fault": fault or ""})
+        chosen = choose_attention(AttentionKind.AUTO, torch.device(device), shape).kind
+        rows.append({"shape": name, "backend": f"auto = {chosen}", "fault": ""})
+    return rows
 
 
-def make_engine(folder: Path, device: str, linear: LinearKind) -> AssembledEngine:
-    """Return an engine with the torch backend."""
-    config = EngineConfig(
-        device=device, linear=linear, attention=AttentionKind.TORCH, kv_memory_gib=1.0, max_batch_tokens=2048
-    )
-    threads = torch.get_num_threads()
-    return assemble_engine(folder, config, max_model_len=1024, num_threads=threads, clock=SystemClock())
+def _fault(kind: AttentionKind, device: torch.device, shape: AttentionShape) -> str | None:
+    try:
+        choose_attention(kind, device, shape)
+    except ConfigError as error:
+        return str(error).partition(f"attention {kind}: ")[2] or str(error)
+    return None
 
 
-def generate(assembled: AssembledEngine, prompts: list[list[int]], new_tokens: int, attempt: int) -> list[list[int]]:
-    """Run greedy requests together."""
-    engine = assembled.engine
-    outputs: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
-    sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
-    for number, prompt in enumerate(prompts):
-        engine.scheduler.add(
-            Request(
-                request_id=RequestId(str(number)), attempt=attempt, prompt_token_ids=tuple(prompt), sampling=sampling
-            )
+def check_families(root: Path, device: str) -> list[Row]:
+    """Compare each family with the oracle, alone and in a batch."""
+    rows: list[Row] = []
+    for family in FAMILIES:
+        model = save_random(root / family, family, SMALL)
+        linear = LinearKind.FP32 if device == "cpu" else LinearKind.FP16
+        assembled = make_engine(root / family, device, linear=linear)
+        rng = np.random.default_rng(0)
+        prompts = [rng.integers(10, 512, length).tolist() for length in (1, 16, 17, 60, 130)]
+        together = generate(assembled, prompts, 32, 0)
+        alone = [generate(assembled, [prompt], 32, 1)[0] for prompt in prompts]
+        margins = [
+            worst_margin(model, prompt, tokens) for prompt, tokens in zip(prompts * 2, together + alone, strict=True)
+        ]
+        is_right = max(margins) <= TIES[device] and assembled.engine.pool.is_all_free
+        attention = assembled.model.attention.value
+        rows.append(
+            {"family": family, "attention": attention, "worst_margin": round(max(margins), 5), "passed": is_right}
         )
-    while engine.scheduler.has_work:
-        for delta in engine.step():
-            outputs[delta.request_id].extend(delta.token_ids)
-    return list(outputs.values())
+    return rows
 
 
-def worst_margin(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> float:
-    """Return how far a token was at worst below the oracle's largest logit."""
-    with torch.inference_mode():
-        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-    return float((logits.max(-1).values - logits[torch.arange(len(tokens)), torch.tensor(tokens)]).max())
+def check_invariant(root: Path, device: str) -> Row:
+    """Ask the self-test of a worker whether a row's bits depend on its batch."""
+    numerics = make_engine(root / "qwen3", device, numerics=NumericsKind.INVARIANT).numerics
+    return {"numerics_class": numerics.numerics_class.value, "note": numerics.note}
 
 
-def check_family(root: Path, family: str, device: str) -> dict[str, object]:
-    """Compare a family with the oracle, alone and in a batch."""
-    folder = root / family
-    model = save_random(folder, family, large=False)
-    assembled = make_engine(folder, device, LinearKind.FP32)
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(10, 512, length).tolist() for length in (1, 16, 17, 60, 130)]
-    together = generate(assembled, prompts, NEW_TOKENS, 0)
-    alone = [generate(assembled, [prompt], NEW_TOKENS, 1)[0] for prompt in prompts]
-    margins = [
-        worst_margin(model, prompt, tokens) for prompt, tokens in zip(prompts * 2, together + alone, strict=True)
-    ]
-    is_free = assembled.engine.pool.is_all_free
-    return {"family": family, "worst_margin": round(max(margins), 6), "passed": max(margins) <= TIE and is_free}
-
-
-def check_speed(root: Path, device: str, deadline: float) -> list[dict[str, object]]:
-    """Measure output tokens per second beside transformers' static batch, interleaved."""
-    folder = root / "large"
-    peer = save_random(folder, "qwen3", large=True).to(
-        torch.device(device), torch.bfloat16 if device != "cpu" else None
-    )
-    assembled = make_engine(folder, device, LinearKind.FP16)
-    rng = np.random.default_rng(1)
-    rows: list[dict[str, object]] = []
+def check_graphs(root: Path, device: str) -> list[Row]:
+    """Compare decode steps with and without graphs: tokens, and seconds a token."""
+    rng = np.random.default_rng(2)
+    engines = {has: make_engine(root / "large", device, cuda_graphs=has, attention="triton") for has in (True, False)}
+    rows: list[Row] = []
     for batch in (1, 8, 32):
-        prompts = [rng.integers(10, 32000, PROMPT_TOKENS).tolist() for _ in range(batch)]
-        ours: list[float] = []
-        theirs: list[float] = []
-        for repeat in range(3):
-            start = time.perf_counter()
-            generate(assembled, prompts, NEW_TOKENS, 100 + repeat)
-            ours.append(batch * NEW_TOKENS / (time.perf_counter() - start))
-            start = time.perf_counter()
-            ids = torch.tensor(prompts, device=device)
+        prompts = [rng.integers(10, 32000, 16).tolist() for _ in range(batch)]
+        texts = {has: generate(engine, prompts, 16, batch) for has, engine in engines.items()}
+        steps = {
+            has: seconds_of(partial(generate, engine, prompts, NEW_TOKENS, 1000 + batch), 3) / NEW_TOKENS
+            for has, engine in engines.items()
+        }
+        rows.append(
+            {
+                "n": batch,
+                "step_ms": round(1000 * steps[True], 2),
+                "step_ms_without": round(1000 * steps[False], 2),
+                "passed": texts[True] == texts[False],
+            }
+        )
+    return rows
+
+
+def _handoff_engine(folder: Path, device: str) -> tuple[Engine, KVStore]:
+    assembled = make_engine(folder, device)
+    return assembled.engine, assembled.store
+
+
+async def _run_apart(folder: Path, device: str, requests: list[Request]) -> tuple[list[list[int]], float]:
+    """Run requests through a prefill and a decode process; return their tokens, and prompt tokens a second."""
+    plans = [
+        WorkerPlan(role=role, make_engine=partial(_handoff_engine, folder, device), core=core)
+        for core, role in enumerate((Role.PREFILL, Role.DECODE))
+    ]
+    transfer = TransferConfig(transports=(TransportKind.SHM,), promised_share=1.0)
+    async with running_cluster(plans, transfer) as cluster:
+        await run_to_end(cluster, replace(requests[0], request_id=RequestId("warm")))
+        start = time.perf_counter()
+        outputs = await asyncio.gather(*(run_to_end(cluster, request) for request in requests))
+        num_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        return outputs, num_tokens / (time.perf_counter() - start)
+
+
+def check_handoff(root: Path, device: str) -> Row:
+    """Hand KV over between two processes on the one device; the tokens are checked against transformers' logits."""
+    model = AutoModelForCausalLM.from_pretrained(str(root / "large"), dtype=torch.float32).eval()
+    vocab = range(10, model.config.vocab_size)
+    requests = [make_request(f"r{number}", 512, 8, vocab) for number in range(8)]
+    outputs, rate = asyncio.run(_run_apart(root / "large", device, requests))
+    margins = [
+        worst_margin(model, list(request.prompt_token_ids), tokens)
+        for request, tokens in zip(requests, outputs, strict=True)
+    ]
+    is_right = max(margins) <= TIES[device] and all(len(tokens) == 8 for tokens in outputs)
+    return {"prompt_tokens_per_s": round(rate, 1), "worst_margin": round(max(margins), 5), "passed": is_right}
+
+
+def read_bandwidth(device: str) -> float:
+    """Return bytes a second that a copy within the device's memory reads."""
+    source = torch.zeros(1 << (30 if device == "cuda" else 27), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    def copy() -> None:
+        target.copy_(source)
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    copy()
+    # A copy reads and writes as much.
+    return 2 * source.numel() / seconds_of(copy, 5)
+
+
+def check_speed(root: Path, device: str, deadline: float) -> list[Row]:
+    """Measure output tokens per second beside transformers' static batch, interleaved."""
+    peer = save_random(root / "large", "qwen3", LARGE if device == "cuda" else SMALL)
+    vocab_size = peer.config.vocab_size
+    num_bytes = 2 * sum(parameter.numel() for parameter in peer.parameters())
+    peer = peer.to(torch.device(device), torch.bfloat16 if device == "cuda" else torch.float32)
+    limit = read_bandwidth(device) / num_bytes
+    assembled = make_engine(root / "large", device)
+    rng = np.random.default_rng(1)
+    rows: list[Row] = []
+    for batch in (1, 8, 32):
+        prompts = [rng.integers(10, vocab_size, PROMPT_TOKENS).tolist() for _ in range(batch)]
+        ids = torch.tensor(prompts, device=device)
+
+        def run_peer(ids: torch.Tensor = ids) -> None:
             with torch.inference_mode():
                 peer.generate(
                     ids,
@@ -153,11 +246,23 @@ def check_speed(root: Path, device: str, deadline: float) -> list[dict[str, obje
                     do_sample=False,
                     pad_token_id=0,
                 )
-            theirs.append(batch * NEW_TOKENS / (time.perf_counter() - start))
+
+        runs: dict[str, Callable[[], object]] = {
+            "pdserve": partial(generate, assembled, prompts, NEW_TOKENS, 100 + batch),
+            "transformers": run_peer,
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(3):
+            for name, run in runs.items():
+                seconds[name].append(seconds_of(run, 1))
             if time.monotonic() > deadline:
                 break
-        row = {"n": batch, "pdserve": statistics.median(ours), "transformers": statistics.median(theirs)}
-        rows.append({**row, "ratio": row["pdserve"] / row["transformers"], "repeats": len(ours)})
+        rates = {name: batch * NEW_TOKENS / sorted(found)[len(found) // 2] for name, found in seconds.items()}
+        row: Row = {"n": batch, **{name: round(rate, 1) for name, rate in rates.items()}}
+        row["ratio"] = round(rates["pdserve"] / rates["transformers"], 2)
+        if batch == 1:
+            row["of_bandwidth"] = round(rates["pdserve"] / limit, 3)
+        rows.append(row)
         if time.monotonic() > deadline:
             break
     return rows
@@ -166,25 +271,49 @@ def check_speed(root: Path, device: str, deadline: float) -> list[dict[str, obje
 def main(arguments: list[str]) -> int:
     """Run the checks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--minutes", type=float, default=4.0, help="stop measuring speed after this long")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--minutes", type=float, default=7.0, help="begin no further part after this long")
     options = parser.parse_args(arguments)
+    device = options.device
     deadline = time.monotonic() + 60 * options.minutes
-    name = torch.cuda.get_device_name() if options.device.startswith("cuda") else "cpu"
-    print(f"device {options.device}: {name}, torch {torch.__version__}")
+    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    print(f"device {device}: {name}, torch {torch.__version__}")
+    results: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
-        families = [check_family(root, family, options.device) for family in FAMILIES]
-        for family in families:
-            print(f"{family['family']:8} worst margin {family['worst_margin']:<10} passed {family['passed']}")
-        rows = check_speed(root, options.device, deadline)
-    for row in rows:
-        print(
-            f"N={row['n']:<3} pdserve {row['pdserve']:8.1f}  "
-            f"transformers {row['transformers']:8.1f}  x{row['ratio']:.2f}"
-        )
-    print(json.dumps({"benchmark": "gpu_check", "device": name, "families": families, "rows": rows}))
-    return int(not all(family["passed"] for family in families))
+        parts: dict[str, Callable[[], object]] = {
+            "backends": partial(check_backends, device),
+            "families": partial(check_families, root, device),
+            "invariant": partial(check_invariant, root, device),
+            "speed": partial(check_speed, root, device, deadline),
+            "handoff": partial(check_handoff, root, device),
+        }
+        if device == "cuda":
+            parts["graphs"] = partial(check_graphs, root, device)
+        for part, run in parts.items():
+            if time.monotonic() > deadline:
+                results[part] = "left out: no time"
+                continue
+            try:
+                results[part] = run()
+            except Exception as error:  # noqa: BLE001 — a part that fails does not cost what the others measure
+                results[part] = f"failed: {type(error).__name__}: {error}"
+            _show(part, results[part])
+    print(json.dumps({"benchmark": "gpu_check", "device": name, **results}))
+    return int(not all(_has_passed(result) for result in results.values()))
+
+
+def _show(part: str, result: object) -> None:
+    for row in result if isinstance(result, list) else [result]:
+        text = "  ".join(f"{key} {value}" for key, value in row.items()) if isinstance(row, dict) else row
+        print(f"{part:10} {text}", flush=True)
+
+
+def _has_passed(result: object) -> bool:
+    if isinstance(result, str):
+        return not result.startswith("failed")
+    rows = result if isinstance(result, list) else [result]
+    return all(row.get("passed", True) for row in rows if isinstance(row, dict))
 
 
 if __name__ == "__main__":

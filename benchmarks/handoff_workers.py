@@ -18,7 +18,7 @@ from pdserve.cluster.base.clock import SystemClock
 from pdserve.cluster.base.config import EngineConfig, TransferConfig, TransportKind
 from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.kv_layout import GroupLayout, KVDtype, KVLayout
-from pdserve.cluster.base.request import Request, SamplingParams
+from pdserve.cluster.base.request import FinishReason, Request, SamplingParams
 from pdserve.cluster.base.worker_info import Role
 from pdserve.kvtransfer import layout as transfer_layout
 from pdserve.workers.assembly import assemble_engine
@@ -114,22 +114,26 @@ def make_model_engine(folder: Path) -> tuple[Engine, KVStore]:
     return assembled.engine, assembled.store
 
 
-def make_request(name: str, num_prompt: int, num_new: int) -> Request:
-    """Return a greedy request."""
+def make_request(name: str, num_prompt: int, num_new: int, vocab: range = range(1000, 20000)) -> Request:
+    """Return a greedy request over a part of the vocabulary."""
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     return Request(
         request_id=RequestId(name),
         attempt=0,
-        prompt_token_ids=tuple(rng.integers(1000, 20000, num_prompt).tolist()),
+        prompt_token_ids=tuple(rng.integers(vocab.start, vocab.stop, num_prompt).tolist()),
         sampling=SamplingParams(max_tokens=num_new, temperature=0.0, ignore_eos=True),
     )
 
 
-async def run_to_end(cluster: LocalCluster, request: Request) -> None:
-    """Run a request to its end."""
+async def run_to_end(cluster: LocalCluster, request: Request) -> list[int]:
+    """Run a request to its end and return its tokens; raises RuntimeError if it fails."""
+    tokens: list[int] = []
     async with cluster.replayer.open(request) as run:
-        async for _ in run:
-            pass
+        async for delta in run:
+            tokens.extend(delta.token_ids)
+            if delta.finish_reason is FinishReason.ERROR:
+                raise RuntimeError(f"request {request.request_id}: {delta.error}")
+    return tokens
 
 
 async def measure_transfer(case: Case, *, num_latencies: int = 30) -> tuple[float, list[float]]:

@@ -45,7 +45,7 @@ from pdserve.router.dispatch import Dispatcher
 from pdserve.router.replay import Replayer, ReplaySettings
 from pdserve.workers.actors import SWITCH_INTERVAL_S
 from pdserve.workers.engine.engine import Engine
-from pdserve.workers.kv.copy import BlockCopier
+from pdserve.workers.kv.copy import make_copier
 from pdserve.workers.kv.store import KVStore
 from pdserve.workers.worker import Worker, WorkerSettings
 
@@ -152,7 +152,7 @@ async def _serve(
     plan: WorkerPlan, worker_id: WorkerId, controller: Endpoint, channel: ChannelSettings, transfer: TransferConfig
 ) -> None:
     engine, store = await asyncio.to_thread(plan.make_engine)
-    copier = BlockCopier(store)
+    copier = make_copier(store)
     copier.warm_up()
 
     def describe(endpoint: Endpoint) -> WorkerInfo:

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from pdserve.benchmarks.environment import describe_environment
-from pdserve.benchmarks.gpu_check import save_random
+from pdserve.benchmarks.gpu_models import SMALL, save_random
 from pdserve.cluster.base.clock import SystemClock
 from pdserve.cluster.base.config import EngineConfig
 from pdserve.cluster.base.ids import RequestId
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=32)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        save_random(Path(folder), "gemma3", large=False)
+        save_random(Path(folder), "gemma3", SMALL)
         config = EngineConfig(kv_memory_gib=KV_GIB, host_memory_gib=HOST_GIB, max_running=32)
         assembled = assemble_engine(
             Path(folder), config, max_model_len=MAX_MODEL_LEN, num_threads=1, clock=SystemClock()
