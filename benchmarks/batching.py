@@ -64,7 +64,7 @@ def run_static(engine: Engine, requests: list[Request], batch: int) -> None:
     for first in range(0, len(requests), batch):
         for request in requests[first : first + batch]:
             engine.scheduler.add(request)
-        while engine.scheduler.has_work:
+        while engine.has_work:
             engine.step()
 
 

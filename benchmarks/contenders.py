@@ -56,7 +56,7 @@ class PdserveContender:
                     sampling=sampling,
                 )
             )
-        while self._engine.scheduler.has_work:
+        while self._engine.has_work:
             for delta in self._engine.step():
                 outputs[delta.request_id].extend(delta.token_ids)
         return list(outputs.values())

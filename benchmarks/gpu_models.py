@@ -98,7 +98,7 @@ def generate(assembled: AssembledEngine, prompts: list[list[int]], new_tokens: i
                 request_id=RequestId(str(number)), attempt=attempt, prompt_token_ids=tuple(prompt), sampling=sampling
             )
         )
-    while engine.scheduler.has_work:
+    while engine.has_work:
         for delta in engine.step():
             outputs[delta.request_id].extend(delta.token_ids)
     return list(outputs.values())

@@ -25,7 +25,7 @@ from pdserve.workers.assembly import assemble_engine
 from pdserve.workers.engine.engine import Engine
 from pdserve.workers.engine.plan import StepOutput, StepPlan
 from pdserve.workers.engine.scheduler import SchedulerSettings
-from pdserve.workers.gang.rank_step import Exported
+from pdserve.workers.gang.rank_step import Copies, Exported
 from pdserve.workers.kv.store import KVStore
 
 LAYOUT = KVLayout(
@@ -66,8 +66,15 @@ class NullRunner:
     def copy_block(self, group: int, source: int, target: int) -> None:
         """Nobody forks here."""
 
+    def settle(self, copies: Copies) -> None:
+        """There is one rank."""
+
     def execute(
-        self, plan: StepPlan, on_layer: Callable[[int], None] | None = None, exported: Exported = ()
+        self,
+        plan: StepPlan,
+        on_layer: Callable[[int], None] | None = None,
+        exported: Exported = (),
+        copies: Copies = (),
     ) -> StepOutput:
         """See ModelRunner."""
         if on_layer is None and self._times is not None:

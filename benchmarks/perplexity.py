@@ -34,7 +34,7 @@ def measure_perplexity(engine: Engine, token_ids: list[int]) -> float:
     engine.scheduler.add(
         Request(request_id=RequestId("text"), attempt=0, prompt_token_ids=tuple(token_ids), sampling=sampling)
     )
-    while engine.scheduler.has_work:
+    while engine.has_work:
         for delta in engine.step():
             total = sum(entry.chosen.logprob for entry in delta.prompt_logprobs)
             return math.exp(-total / len(delta.prompt_logprobs))

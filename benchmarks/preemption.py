@@ -101,7 +101,7 @@ def run(engine: Engine, requests: list[Request]) -> tuple[float, dict[str, list[
     start_time = time.perf_counter()
     for request in requests:
         engine.scheduler.add(request)
-    while engine.scheduler.has_work:
+    while engine.has_work:
         for delta in engine.step():
             texts[delta.request_id].extend(delta.token_ids)
     return time.perf_counter() - start_time, texts

@@ -59,7 +59,7 @@ def run_window(engine: Engine, first: int, count: int, concurrency: int, rng: ra
     numbers = iter(range(first, first + count))
     start_time, steps_before, num_tokens = time.perf_counter(), engine.num_steps, 0
     is_last = False
-    while engine.scheduler.has_work or not is_last:
+    while engine.has_work or not is_last:
         while not is_last and engine.scheduler.num_running + engine.scheduler.num_waiting < concurrency:
             number = next(numbers, None)
             if number is None:

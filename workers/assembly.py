@@ -173,7 +173,7 @@ def assemble_loaded(
     token_s = self_test.warm_up()
     host = None
     if memory.host_blocks:
-        host = HostTier(store, memory.host_blocks, clock, runner.note_copy)
+        host = HostTier(store, memory.host_blocks, clock)
     engine = Engine(
         _scheduler_settings(config, model.spec, memory),
         runner,

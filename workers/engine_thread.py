@@ -146,7 +146,7 @@ class EngineThread:
 
     def _wait_for_work(self) -> bool:
         with self._wake:
-            while not (self._stopping or self._inbox or self._engine.scheduler.has_work):
+            while not (self._stopping or self._inbox or self._engine.has_work):
                 self._is_stepping = False
                 self._wake.wait()
             self._is_stepping = True

@@ -180,6 +180,8 @@ class DropExport:
     """Ship nothing more of a transfer."""
 
     transfer: TransferId
+    last_end: int
+    """End token of the last step that names it: orders and steps come on two paths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,7 +47,7 @@ def run_all(engine: Engine, requests: Sequence[Request]) -> dict[str, Outcome]:
     outcomes = {str(request.request_id): Outcome([], [], (), None) for request in requests}
     for request in requests:
         engine.scheduler.add(request)
-    while engine.scheduler.has_work:
+    while engine.has_work:
         for delta in engine.step():
             outcome = outcomes[delta.request_id]
             outcome.tokens += delta.token_ids

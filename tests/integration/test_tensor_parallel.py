@@ -132,7 +132,7 @@ def collect(engine: Engine, requests: list[Request]) -> dict[str, list[TokenDelt
     found: dict[str, list[TokenDelta]] = {}
     for request in requests:
         engine.scheduler.add(request)
-    while engine.scheduler.has_work:
+    while engine.has_work:
         for delta in engine.step():
             found.setdefault(delta.request_id, []).append(delta)
     return found
@@ -156,7 +156,7 @@ def test_ranks_agree_about_every_step(shared_checkpoints: Callable[[str], Path])
         engine = gang.assembled.engine
         for number, prompt in enumerate(prompts_of(rng.integers(1, 60, 60).tolist())):
             engine.scheduler.add(make_request(str(number), prompt, temperature=1.0, seed=number, max_tokens=20))
-        while engine.scheduler.has_work:
+        while engine.has_work:
             engine.step()
             if rng.random() < 0.2:
                 engine.scheduler.abort(RequestId(str(rng.integers(60))), 0)

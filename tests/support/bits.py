@@ -17,7 +17,7 @@ from pdserve.workers.engine.plan import StepOutput, StepPlan
 from pdserve.workers.engine.sampler import sample_rows
 from pdserve.workers.engine.scheduler import SchedulerSettings
 from pdserve.workers.engine.strategies import Strategy
-from pdserve.workers.gang.rank_step import Exported
+from pdserve.workers.gang.rank_step import Copies, Exported
 from pdserve.workers.kv.host_tier import HostTier
 from pdserve.workers.kv.store import KVStore
 from pdserve.workers.memory_plan import kv_layout
@@ -50,9 +50,15 @@ class RecordingRunner:
         """See ModelRunner."""
         self._runner.copy_block(group, source, target)
 
-    def execute(self, plan: StepPlan, on_layer: OnLayer | None = None, exported: Exported = ()) -> StepOutput:
+    def settle(self, copies: Copies) -> None:
         """See ModelRunner."""
-        logits = self._runner.logits(plan, on_layer, exported).numpy()
+        self._runner.settle(copies)
+
+    def execute(
+        self, plan: StepPlan, on_layer: OnLayer | None = None, exported: Exported = (), copies: Copies = ()
+    ) -> StepOutput:
+        """See ModelRunner."""
+        logits = self._runner.logits(plan, on_layer, exported, copies).numpy()
         for row, (seed, position) in enumerate(zip(plan.sampling.seed, plan.sampling.position, strict=True)):
             self.logits[int(seed), int(position)] = logits[row].copy()
         return StepOutput(token_ids=sample_rows(logits, plan.sampling, np.arange(len(logits))))

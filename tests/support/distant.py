@@ -13,7 +13,7 @@ from pdserve.cluster.base.rank_messages import HandoffOrder
 from pdserve.cluster.base.wire import ChannelSettings
 from pdserve.cluster.base.worker_info import Role
 from pdserve.workers.engine.plan import StepOutput, StepPlan
-from pdserve.workers.gang.rank_step import Exported
+from pdserve.workers.gang.rank_step import Copies, Exported
 from pdserve.workers.handoff.ranks import LocalRanks
 from pdserve.workers.handoff.settings import RankPort, Report
 from pdserve.workers.handoff.sink_rank import SinkRank
@@ -166,9 +166,15 @@ class FollowedRunner:
         """See ModelRunner."""
         self._runner.copy_block(group, source, target)
 
-    def execute(self, plan: StepPlan, on_layer: OnLayer | None = None, exported: Exported = ()) -> StepOutput:
+    def settle(self, copies: Copies) -> None:
         """See ModelRunner."""
-        output = self._runner.execute(plan, on_layer, exported)
+        self._runner.settle(copies)
+
+    def execute(
+        self, plan: StepPlan, on_layer: OnLayer | None = None, exported: Exported = (), copies: Copies = ()
+    ) -> StepOutput:
+        """See ModelRunner."""
+        output = self._runner.execute(plan, on_layer, exported, copies)
         if exported:
             self._gang.follow(exported)
         return output

@@ -139,7 +139,7 @@ def run(
     endings: dict[str, FinishReason] = {}
     for request in requests:
         engine.scheduler.add(request)
-    while engine.scheduler.has_work:
+    while engine.has_work:
         for delta in engine.step():
             assert delta.index == len(outputs[delta.request_id]), "a token is missing or repeated"
             assert delta.request_id not in endings, "tokens after the ending"

@@ -6,7 +6,7 @@ import threading
 from pdserve.cluster.base.kv_layout import ChunkRange, KVDtype
 from pdserve.workers.engine.engine import Engine
 from pdserve.workers.engine.plan import NO_TOKEN, Int32, StepOutput, StepPlan
-from pdserve.workers.gang.rank_step import Exported
+from pdserve.workers.gang.rank_step import Copies, Exported
 from pdserve.workers.kv.copy import BlockCopier
 from pdserve.workers.kv.store import KVStore
 from pdserve.workers.model.digest import DigestModel, DigestRunner
@@ -29,7 +29,9 @@ class GatedRunner(DigestRunner):
         self.fails_after_layers = False
         self.num_layers_done = 0
 
-    def execute(self, plan: StepPlan, on_layer: OnLayer | None = None, exported: Exported = ()) -> StepOutput:
+    def execute(
+        self, plan: StepPlan, on_layer: OnLayer | None = None, exported: Exported = (), copies: Copies = ()
+    ) -> StepOutput:
         """See ModelRunner.execute."""
         assert self.gate.wait(GATE_S), "the test never opened the gate"
         if self.fails:
@@ -41,7 +43,7 @@ class GatedRunner(DigestRunner):
             self.num_layers_done += 1
             assert self.layer_gate.wait(GATE_S), "the test never opened the gate"
 
-        tokens = super().execute(plan, None if on_layer is None else gated, exported)
+        tokens = super().execute(plan, None if on_layer is None else gated, exported, copies)
         if self.fails_after_layers:
             raise RuntimeError("the model exploded")
         return tokens
@@ -50,9 +52,11 @@ class GatedRunner(DigestRunner):
 class BlindRunner(DigestRunner):
     """Finds no finite logits for rows whose prompt begins with 500."""
 
-    def execute(self, plan: StepPlan, on_layer: OnLayer | None = None, exported: Exported = ()) -> StepOutput:
+    def execute(
+        self, plan: StepPlan, on_layer: OnLayer | None = None, exported: Exported = (), copies: Copies = ()
+    ) -> StepOutput:
         """See ModelRunner.execute."""
-        output = super().execute(plan, on_layer, exported)
+        output = super().execute(plan, on_layer, exported, copies)
         first_tokens = plan.token_ids[plan.row_starts[plan.sample_rows]]
         output.token_ids[first_tokens == 500] = NO_TOKEN
         return output

@@ -155,8 +155,8 @@ class LoopEngineThread(EngineThread):
             self._stopping = True
             self._on_failure(f"{type(error).__name__}: {error}")
             return
-        self._is_stepping = self._engine.scheduler.has_work
-        if self._inbox or self._engine.scheduler.has_work:
+        self._is_stepping = self._engine.has_work
+        if self._inbox or self._engine.has_work:
             self._turns.wish(None if can_go_on else BLOCKED_WAIT_S)
 
 

@@ -8,11 +8,12 @@ from pdserve.cluster.base.kv_layout import KVLayout
 from pdserve.cluster.base.prefix_hash import PrefixIdentity
 from pdserve.cluster.base.request import TokenDelta
 from pdserve.workers.engine.block_pool import BlockPool, Counts
+from pdserve.workers.engine.pending_copies import PendingCopies
 from pdserve.workers.engine.plan import StepPlan
 from pdserve.workers.engine.scheduler import PlannedPrefill, Scheduler, SchedulerSettings
 from pdserve.workers.engine.step_model import StepModel, StepShape
 from pdserve.workers.engine.strategies import Strategy
-from pdserve.workers.gang.rank_step import Exported
+from pdserve.workers.gang.rank_step import BlockCopy, CopyKind, Exported
 from pdserve.workers.kv.host_tier import HostTier
 from pdserve.workers.model.runner import ModelRunner
 
@@ -55,6 +56,9 @@ class Engine:
         )
         self.pool = BlockPool(num_blocks, promised_share=promised_share)
         self.host = host
+        self._copies = PendingCopies(self.pool) if layout.tp_size > 1 else None
+        if host is not None and self._copies is not None:
+            host.on_copy = self._copies.note
         self.times = StepModel()
         self._block_size = layout.block_size
         self.scheduler = Scheduler(
@@ -74,16 +78,26 @@ class Engine:
         self.exports: KVExports | None = None
         self._clock = clock
 
+    @property
+    def has_work(self) -> bool:
+        """True if there are sequences, or copies that the other ranks are still to make."""
+        return self.scheduler.has_work or bool(self._copies)
+
     def step(self) -> list[TokenDelta]:
         """Compute one plan; return the new tokens. Empty if there was nothing to compute."""
         plan = self.scheduler.schedule(self._budget())
+        copies = self._copies.take() if self._copies else ()
         if plan is None:
+            if copies:
+                self.runner.settle(copies)
+                self._copies_made()
             return []
         start_time = self._clock.now()
         exports = self.exports
         exported = () if exports is None else exports.begin_step(self.scheduler.planned_prefills())
         on_layer = exports.layer_done if exports is not None and exported else None
-        output = self.runner.execute(plan, on_layer, exported)
+        output = self.runner.execute(plan, on_layer, exported, copies)
+        self._copies_made()
         deltas = self.scheduler.update(output)
         self.times.observe(shape_of(plan), self._clock.now() - start_time)
         self.num_steps += 1
@@ -91,6 +105,12 @@ class Engine:
 
     def _copy_block(self, group: int, source: int, target: int) -> None:
         self.runner.copy_block(group, source, target)
+        if self._copies is not None:
+            self._copies.note(BlockCopy(kind=CopyKind.FORK, group=group, source=source, target=target))
+
+    def _copies_made(self) -> None:
+        if self._copies is not None:
+            self._copies.made()
 
     def _is_load_worth(self) -> bool:
         """True if a block comes back from the host tier quicker than it is computed; also while nothing is measured."""

@@ -63,7 +63,8 @@ class RankStep:
 
     copies: tuple[BlockCopy, ...]
     """Before anything else, in order."""
-    forward: ForwardPlan
+    forward: ForwardPlan | None
+    """None if there is nothing to compute: the ranks meet when they have made the copies."""
     output_tokens: Int32
     """[S + Q] see StepPlan."""
     num_sampled: int
@@ -83,3 +84,4 @@ class Followers(Protocol):
 
 
 Exported = Sequence[ExportedStep]
+Copies = Sequence[BlockCopy]

@@ -17,11 +17,11 @@ from pdserve.workers.gang.rank_step import BlockCopy, CopyKind, ExportedStep, Ra
 def encode_step(step: RankStep) -> bytes:
     """Return the bytes of a step."""
     plan = step.forward
+    arrays = [] if plan is None else [plan.token_ids, plan.positions, plan.row_starts, *plan.block_tables]
     body: bytes = msgpack.packb(
         [
             [[int(copy.kind), copy.group, copy.source, copy.target] for copy in step.copies],
-            [_bytes(plan.token_ids), _bytes(plan.positions), _bytes(plan.row_starts)],
-            [_table_bytes(table) for table in plan.block_tables],
+            [_bytes(array) for array in arrays],
             _bytes(step.output_tokens),
             step.num_sampled,
             step.is_whole.tobytes(),
@@ -35,20 +35,13 @@ def encode_step(step: RankStep) -> bytes:
 def decode_step(body: bytes) -> RankStep:
     """Return the step of encode_step's bytes. Raises ProtocolError for anything else."""
     try:
-        copies, plan, tables, output_tokens, num_sampled, is_whole, wants_logits, exported = msgpack.unpackb(body)
-        token_ids, positions, row_starts = (_array(part) for part in plan)
-        num_rows = len(row_starts) - 1
+        copies, plan, output_tokens, num_sampled, is_whole, wants_logits, exported = msgpack.unpackb(body)
         return RankStep(
             copies=tuple(
                 BlockCopy(kind=CopyKind(kind), group=group, source=source, target=target)
                 for kind, group, source, target in copies
             ),
-            forward=ForwardPlan(
-                token_ids=token_ids,
-                positions=positions,
-                row_starts=row_starts,
-                block_tables=tuple(_array(table).reshape(num_rows, -1) for table in tables),
-            ),
+            forward=_forward(plan) if plan else None,
             output_tokens=_array(output_tokens),
             num_sampled=num_sampled,
             is_whole=np.frombuffer(is_whole, np.bool_),
@@ -63,14 +56,20 @@ def _bytes(array: Int32) -> bytes:
     return array.astype(np.int32, copy=False).tobytes()
 
 
-def _table_bytes(table: Int32) -> bytes:
-    return np.ascontiguousarray(table, np.int32).tobytes()
-
-
 def _array(part: bytes) -> Int32:
     # Copied: what is read from a buffer is read-only, which numba takes for another type.
     array: NDArray[np.int32] = np.frombuffer(part, np.int32).copy()
     return array
+
+
+def _forward(parts: Sequence[bytes]) -> ForwardPlan:
+    token_ids, positions, row_starts, *tables = (_array(part) for part in parts)
+    return ForwardPlan(
+        token_ids=token_ids,
+        positions=positions,
+        row_starts=row_starts,
+        block_tables=tuple(table.reshape(len(row_starts) - 1, -1) for table in tables),
+    )
 
 
 def _exported_fields(step: ExportedStep) -> list[Any]:

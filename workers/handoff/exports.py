@@ -23,10 +23,22 @@ Streams = Mapping[int, ChunkStream]
 
 
 class _RankExport:
-    """What a rank knows of a transfer."""
+    """What a rank knows of a transfer, from its first step or its drop on, whichever comes first, until both are done.
+
+    Steps and drops come on two paths: a drop says which step was the last one, so that no step finds it forgotten.
+    """
 
     def __init__(self) -> None:
         self.is_void = False
+        self.last_end: int | None = None
+        """End token of its last step, once it is dropped."""
+        self.begun_end = 0
+        """End token of the last step that has begun."""
+
+    @property
+    def is_over(self) -> bool:
+        """True if no step will name it any more."""
+        return self.begun_end == self.last_end
 
 
 class _AnnouncedStep:
@@ -104,23 +116,24 @@ class RankExporter:
         self._streams_of = streams_of
         self._on_released = on_released
         self._exports: dict[TransferId, _RankExport] = {}
-        self._early_drops: set[TransferId] = set()
         self._lock = threading.Lock()
         self._step: list[_AnnouncedStep] = []
 
     def __len__(self) -> int:
         """Transfers known."""
-        return len(self._exports) + len(self._early_drops)
+        return len(self._exports)
 
-    def drop(self, transfer: TransferId) -> None:
-        """Ship nothing more of it. Every transfer that a step names is dropped once; from the loop."""
+    def drop(self, transfer: TransferId, last_end: int) -> None:
+        """Ship nothing more of it; `last_end` is the end token of the last step that names it, begun or not.
+
+        Every transfer that a step names is dropped once; from the loop.
+        """
         with self._lock:
-            export = self._exports.pop(transfer, None)
-            if export is None:
-                # Its first step is on its way, on another path than this order.
-                self._early_drops.add(transfer)
-            else:
-                export.is_void = True
+            export = self._exports.setdefault(transfer, _RankExport())
+            export.is_void = True
+            export.last_end = last_end
+            if export.is_over:
+                del self._exports[transfer]
 
     def begin_step(self, exported: Sequence[ExportedStep]) -> bool:
         """Learn what the step computes of which transfers; True if layers should be announced."""
@@ -132,12 +145,11 @@ class RankExporter:
 
     def _export_of(self, step: ExportedStep) -> _RankExport:
         with self._lock:
-            if step.transfer in self._early_drops:
-                self._early_drops.remove(step.transfer)
-                export = _RankExport()
-                export.is_void = True
-                return export
-            return self._exports.setdefault(step.transfer, _RankExport())
+            export = self._exports.setdefault(step.transfer, _RankExport())
+            export.begun_end = step.end_token
+            if export.is_over:
+                del self._exports[step.transfer]
+            return export
 
     def layer_done(self, layer: int) -> None:
         """The step's KV of this layer is in the store."""

@@ -78,8 +78,8 @@ class SourceRank:
                 self._pairs.pop(pair_no).close()
             case LinkRelay():
                 self._relay(order)
-            case DropExport(transfer=transfer):
-                self.exporter.drop(transfer)
+            case DropExport(transfer=transfer, last_end=last_end):
+                self.exporter.drop(transfer, last_end)
                 for pair in self._pairs.values():
                     pair.drop_void()
             case _:

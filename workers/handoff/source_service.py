@@ -422,7 +422,7 @@ class SourceService:
     def _stop_shipping(self, outgoing: _Outgoing) -> None:
         if self._book.void(outgoing.export):
             for rank in self._ranks:
-                rank.post(DropExport(transfer=outgoing.transfer))
+                rank.post(DropExport(transfer=outgoing.transfer, last_end=outgoing.export.sent_until))
 
     # From the engine thread.
 

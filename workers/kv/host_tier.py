@@ -46,6 +46,7 @@ class HostTier:
     Attributes:
         num_loaded_blocks: copied back so far, over all groups.
         block_s: measured seconds to copy a block back, in the mean; 0 before the first.
+        on_copy: learns of every copy, after it.
     """
 
     def __init__(
@@ -53,16 +54,15 @@ class HostTier:
         store: KVStore,
         num_blocks: Sequence[int],
         clock: Clock,
-        on_copy: Callable[[BlockCopy], None] | None = None,
     ) -> None:
-        """`num_blocks` is one number per KV group; `on_copy` learns of every copy, after it."""
+        """`num_blocks` is one number per KV group."""
         self._slots = HostSlots(store, num_blocks)
-        self._on_copy = on_copy
         self._free = [list(range(count)) for count in num_blocks]
         self._slot_of: list[OrderedDict[PrefixHash, int]] = [OrderedDict() for _ in num_blocks]
         self._clock = clock
         self.num_loaded_blocks = 0
         self.block_s = 0.0
+        self.on_copy: Callable[[BlockCopy], None] | None = None
 
     def holds(self, group: int, name: PrefixHash) -> bool:
         """True if a copy is here."""
@@ -99,5 +99,5 @@ class HostTier:
         self.num_loaded_blocks += len(names)
 
     def _note(self, kind: CopyKind, group: int, source: int, target: int) -> None:
-        if self._on_copy is not None:
-            self._on_copy(BlockCopy(kind=kind, group=group, source=source, target=target))
+        if self.on_copy is not None:
+            self.on_copy(BlockCopy(kind=kind, group=group, source=source, target=target))

@@ -18,7 +18,7 @@ from pdserve.cluster.base.kv_layout import GroupLayout, KVDtype, KVLayout
 from pdserve.cluster.base.request import Request
 from pdserve.workers.engine.plan import Int32, Int64, StepOutput, StepPlan
 from pdserve.workers.engine.sampler import philox_uniform
-from pdserve.workers.gang.rank_step import Exported
+from pdserve.workers.gang.rank_step import Copies, Exported
 from pdserve.workers.kv.rows import decode_rows, encode_rows
 from pdserve.workers.kv.store import KVStore
 
@@ -152,8 +152,15 @@ class DigestRunner:
         for store in self.stores:
             store.copy_block(group, source, target)
 
+    def settle(self, copies: Copies) -> None:
+        """See ModelRunner: the ranks of this process made them already."""
+
     def execute(
-        self, plan: StepPlan, on_layer: Callable[[int], None] | None = None, exported: Exported = ()
+        self,
+        plan: StepPlan,
+        on_layer: Callable[[int], None] | None = None,
+        exported: Exported = (),
+        copies: Copies = (),
     ) -> StepOutput:
         """See ModelRunner.execute. There are no logits: rules and log probabilities are refused."""
         assert not plan.sampling.rules, "the digest model has no logits to change"

@@ -62,6 +62,7 @@ class LoadedModel:
     digest: str
     attention: AttentionKind
     notes: tuple[str, ...]
+    group: RankGroup = SOLO
 
 
 def read_model_spec(folder: Path, runner: RunnerKind) -> ModelSpec:
@@ -176,6 +177,7 @@ class _Loader:
             digest=self._checkpoint.digest(),
             attention=self._attention.kind,
             notes=tuple(notes),
+            group=self._group,
         )
 
     def _norm(self, name: str, size: int) -> torch.Tensor:

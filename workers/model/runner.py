@@ -14,7 +14,7 @@ import torch
 
 from pdserve.workers.attention.protocol import build_metadata
 from pdserve.workers.engine.plan import ForwardPlan, Int32, StepOutput, StepPlan
-from pdserve.workers.gang.rank_step import BlockCopy, CopyKind, Exported, Followers, RankStep
+from pdserve.workers.gang.rank_step import BlockCopy, Copies, CopyKind, Exported, Followers, RankStep
 from pdserve.workers.kv.host_tier import HostSlots
 from pdserve.workers.kv.store import KVStore
 from pdserve.workers.model.graphs import GraphedDecoder
@@ -30,15 +30,21 @@ class ModelRunner(Protocol):
     def bind_thread(self) -> None:
         """Called once by the thread that will call execute."""
 
-    def execute(self, plan: StepPlan, on_layer: OnLayer | None = None, exported: Exported = ()) -> StepOutput:
-        """Compute the plan; return one token per sampled row.
+    def execute(
+        self, plan: StepPlan, on_layer: OnLayer | None = None, exported: Exported = (), copies: Copies = ()
+    ) -> StepOutput:
+        """Compute the plan; return one token per sampled row. Then the step is over on every rank and its device.
 
         `on_layer` is called with each layer's number once the KV of the step's tokens is in the store; `exported` is
-        what of it goes to sinks. Raises RankLostError if another rank takes no part.
+        what of it goes to sinks; `copies` were made here, and are made by the other ranks before they compute. Raises
+        RankLostError if another rank takes no part.
         """
 
     def copy_block(self, group: int, source: int, target: int) -> None:
-        """Copy a block's KV in all layers of a group; between steps."""
+        """Copy a block's KV in all layers of a group, on this rank; between steps."""
+
+    def settle(self, copies: Copies) -> None:
+        """Let the other ranks make copies without a step, and wait until they have. Raises RankLostError."""
 
 
 class RankRunner:
@@ -82,6 +88,12 @@ class RankRunner:
         numba.set_num_threads(min(self._num_threads, numba.config.NUMBA_NUM_THREADS))
         torch.set_num_threads(self._num_threads)
 
+    def _meet(self) -> None:
+        """Wait until every rank has come here."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        self._model.group.smallest(0.0)
+
     def _forward(self, plan: ForwardPlan, output_tokens: Int32, on_layer: OnLayer | None) -> torch.Tensor:
         if self._graphs is not None and on_layer is None:
             hidden = self._graphs.replay(plan, output_tokens)
@@ -102,16 +114,17 @@ class TransformerRunner(RankRunner):
         """`followers` are the other ranks, None if there are none."""
         super().__init__(model, store, num_threads=num_threads)
         self._followers = followers
-        self._copies: list[BlockCopy] = []
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Why the model is not in the bitwise class; empty when it may be."""
         return self._model.notes
 
-    def execute(self, plan: StepPlan, on_layer: OnLayer | None = None, exported: Exported = ()) -> StepOutput:
+    def execute(
+        self, plan: StepPlan, on_layer: OnLayer | None = None, exported: Exported = (), copies: Copies = ()
+    ) -> StepOutput:
         """See ModelRunner.execute."""
-        self._lead(plan, exported, wants_logits=False)
+        self._lead(plan, exported, copies, wants_logits=False)
         with torch.inference_mode():
             hidden = self._forward(plan, plan.output_tokens, on_layer)
             num_sampled, head = len(plan.sample_rows), self._model.head
@@ -120,28 +133,44 @@ class TransformerRunner(RankRunner):
                 output = head.sample(hidden[:num_sampled], plan.sampling)
             if plan.scored is not None:
                 output = replace(output, scores=head.score(hidden[num_sampled:], plan.scored))
+            if not len(hidden) and self._device.type == "cuda":
+                # Nothing was read from the device: what it still computes would outlive the blocks of a dropped text.
+                torch.cuda.current_stream(self._device).synchronize()
             return output
 
     def copy_block(self, group: int, source: int, target: int) -> None:
         """See ModelRunner."""
         self._store.copy_block(group, source, target)
-        self.note_copy(BlockCopy(kind=CopyKind.FORK, group=group, source=source, target=target))
 
-    def note_copy(self, copy: BlockCopy) -> None:
-        """A block was copied here, between steps: the other ranks do the same before the next one."""
-        if self._followers is not None:
-            self._copies.append(copy)
+    def settle(self, copies: Copies) -> None:
+        """See ModelRunner."""
+        if self._followers is None:
+            return
+        none = np.empty(0, np.int32)
+        self._followers.lead(
+            RankStep(
+                copies=tuple(copies),
+                forward=None,
+                output_tokens=none,
+                num_sampled=0,
+                is_whole=none.astype(np.bool_),
+                wants_logits=False,
+                exported=(),
+            )
+        )
+        self._meet()
 
-    def logits(self, plan: StepPlan, on_layer: OnLayer | None = None, exported: Exported = ()) -> torch.Tensor:
+    def logits(
+        self, plan: StepPlan, on_layer: OnLayer | None = None, exported: Exported = (), copies: Copies = ()
+    ) -> torch.Tensor:
         """Compute the plan; return fp32 logits of its sampled rows, [S, V]. For tests and the self-test."""
-        self._lead(plan, exported, wants_logits=True)
+        self._lead(plan, exported, copies, wants_logits=True)
         with torch.inference_mode():
             return self._model.head.logits(self._forward(plan, plan.output_tokens, on_layer))
 
-    def _lead(self, plan: StepPlan, exported: Exported, *, wants_logits: bool) -> None:
+    def _lead(self, plan: StepPlan, exported: Exported, copies: Copies, *, wants_logits: bool) -> None:
         if self._followers is None:
             return
-        copies, self._copies = self._copies, []
         self._followers.lead(
             RankStep(
                 copies=tuple(copies),
@@ -167,6 +196,9 @@ class FollowingRunner(RankRunner):
         """Do this rank's part of a step. Raises RankLostError."""
         for copy in step.copies:
             self._copy(copy)
+        if step.forward is None:
+            self._meet()
+            return
         head = self._model.head
         with torch.inference_mode():
             hidden = self._forward(step.forward, step.output_tokens, on_layer)

@@ -213,7 +213,7 @@ def test_a_late_joiner_with_a_hit_changes_nobody() -> None:
     outputs: dict[str, list[int]] = {"a": [], "b": [], "c": []}
     arrivals = {0: long, 3: cold, 4: hit}
     step = 0
-    while engine.scheduler.has_work or step < 5:
+    while engine.has_work or step < 5:
         if step in arrivals:
             engine.scheduler.add(arrivals[step])
         for delta in engine.step():
@@ -243,7 +243,7 @@ def test_a_hit_counts_once_however_often_its_admission_is_tried() -> None:
     engine.scheduler.add(blocker)
     engine.step()
     engine.scheduler.add(make_request("hit", text, max_tokens=2))
-    while engine.scheduler.has_work:
+    while engine.has_work:
         engine.step()
         engine.scheduler.validate()
     assert engine.scheduler.num_admitted_prompt_tokens == 33 + 40 + 48
@@ -261,7 +261,7 @@ def test_aborts_in_the_queue_and_at_any_time_leave_nothing() -> None:
     for number in range(0, 20, 2):
         assert engine.scheduler.abort(make_request(str(number), [0]).request_id, 0)
         engine.scheduler.validate()
-    while engine.scheduler.has_work:
+    while engine.has_work:
         engine.step()
         engine.scheduler.validate()
     assert engine.pool.is_all_free
@@ -272,7 +272,7 @@ def test_a_window_group_holds_little_more_than_its_window() -> None:
     engine = make_digest_engine(DigestModel(windows=(0, 64)), num_blocks=80, max_batch_tokens=32)
     engine.scheduler.add(make_request("0", prompts_of([900])[0], max_tokens=100))
     most = 0
-    while engine.scheduler.has_work:
+    while engine.has_work:
         engine.step()
         engine.scheduler.validate()
         most = max(most, 80 - engine.pool.num_free(1))

@@ -152,7 +152,7 @@ def test_trimming_forgets_what_is_no_longer_held() -> None:
     engine.scheduler.reservations.trim(reservation, 32)
     assert reservation.num_cached_blocks == 2
     engine.scheduler.join(make_request("r", text, max_tokens=2), reservation, 32)
-    while engine.scheduler.has_work:
+    while engine.has_work:
         (delta,) = engine.step() or (None,)
         if delta is not None and delta.index == 0:
             assert delta.num_cached_tokens == 32

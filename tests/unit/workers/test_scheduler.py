@@ -131,7 +131,7 @@ def test_the_oldest_is_never_put_back() -> None:
     order = []
     for number in range(4):
         engine.scheduler.add(make_request(str(number), prompts_of([20], seed=number)[0], max_tokens=60))
-    while engine.scheduler.has_work:
+    while engine.has_work:
         order += [delta.request_id for delta in engine.step() if delta.finish_reason is not None]
     assert order == ["0", "1", "2", "3"]
     assert engine.scheduler.num_preemptions > 0
@@ -150,7 +150,7 @@ def test_a_step_never_exceeds_its_budget() -> None:
     engine = make_digest_engine(MODEL, max_batch_tokens=7)
     for number in range(12):
         engine.scheduler.add(make_request(str(number), prompts_of([9], seed=number)[0], max_tokens=6))
-    while engine.scheduler.has_work:
+    while engine.has_work:
         plan = engine.scheduler.schedule()
         assert plan is not None
         assert 0 < plan.num_tokens <= 7
@@ -234,7 +234,7 @@ def test_a_batch_of_ordinary_prompts_wastes_less_than_four_percent_of_its_blocks
         length = int(min(3000, rng.lognormvariate(6.2, 0.8)))
         engine.scheduler.add(make_request(str(number), prompts_of([length], seed=number)[0], max_tokens=60))
     held = wasted = 0
-    while engine.scheduler.has_work:
+    while engine.has_work:
         engine.step()
         use = engine.scheduler.slot_use(0)
         held, wasted = held + use.num_held, wasted + use.num_wasted
@@ -262,7 +262,7 @@ def test_blocks_that_a_transfer_still_reads_cost_a_few_preemptions_and_no_cycle(
     assert 0 < engine.scheduler.num_preemptions <= 8
     for group, blocks in enumerate(pinned):
         engine.pool.unpin(group, blocks)
-    while engine.scheduler.has_work:
+    while engine.has_work:
         for delta in engine.step():
             texts[delta.request_id] += delta.token_ids
     assert texts == {request.request_id: MODEL.generate(request) for request in requests}
@@ -277,7 +277,7 @@ def test_a_request_without_finite_logits_ends_with_an_error_and_its_neighbours_g
         engine.scheduler.add(request)
     tokens: list[int] = []
     endings = {}
-    while engine.scheduler.has_work:
+    while engine.has_work:
         for delta in engine.step():
             tokens += delta.token_ids
             if delta.finish_reason is not None:

@@ -55,7 +55,7 @@ def test_a_more_urgent_request_takes_a_running_ones_place_and_the_victim_goes_on
     assert engine.scheduler.num_preemptions == 1
     more = [add(engine, f"more {n}", 10, 3, priority=5) for n in range(50)]
     add(engine, "equal", 10, 3, priority=1)
-    while engine.scheduler.has_work:
+    while engine.has_work:
         step()
     for request in (*low, high, *more):
         assert outputs[request.request_id] == MODEL.generate(request)
@@ -68,7 +68,7 @@ def test_equal_priorities_keep_their_order_after_a_preemption() -> None:
     order = []
     for number in range(4):
         add(engine, str(number), 20, 60)
-    while engine.scheduler.has_work:
+    while engine.has_work:
         order += [delta.request_id for delta in engine.step() if delta.finish_reason is not None]
     assert order == ["0", "1", "2", "3"]
     assert engine.scheduler.num_preemptions > 0
