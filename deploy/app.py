@@ -20,16 +20,15 @@ from pdserve.cluster.base.wire import ChannelSettings
 from pdserve.cluster.base.worker_info import Role, WorkerDeath, WorkerState
 from pdserve.cluster.control.controller import Controller
 from pdserve.deploy.creation import WorkerCreator
-from pdserve.deploy.locator import CONTROLLER_NAME, ControllerLocator, namespace_of
+from pdserve.deploy.locator import CONTROLLER_NAME, ControllerLocator, NodeHost, namespace_of
 from pdserve.deploy.ray_head import can_use_haproxy, check_port, free_port, launch_head, wait_head
 from pdserve.deploy.records import DeploymentRecord, RecordStore, refuse_running
 from pdserve.deploy.running import Say, connect, deployment_status, interrupts_deferred, take_down
 from pdserve.router.ingress import Ingress, IngressSettings
 from pdserve.workers.memory_plan import MemoryPlan, available_memory_bytes, check_memory, plan_memory
 from pdserve.workers.model.families import ModelSpec
-from pdserve.workers.model.hub import is_hub_id
 from pdserve.workers.model.loader import read_model_spec
-from pdserve.workers.model.source import default_name, prepare_model
+from pdserve.workers.model.source import default_name, is_from_hub, prepare_model
 
 logger = logging.getLogger(__name__)
 
@@ -61,12 +60,20 @@ def prepare(config: DeploymentConfig, progress: ShowProgress, say: Say) -> tuple
     else:
         port = free_port()
         config = config.model_copy(update={"ingress": config.ingress.model_copy(update={"port": port})})
-    folder = prepare_model(config.model.path, cache_dir(), progress, config.model.revision)
-    if is_hub_id(config.model.path) and not Path(config.model.path).expanduser().exists():
+
+    def plan_all(folder: Path) -> dict[Role, MemoryPlan]:
+        spec = read_model_spec(folder, config.engine.runner)
+        return {role: plan_memory(spec, config.engine_of(role), config.model.max_model_len) for role in Role}
+
+    def check(folder: Path) -> None:
+        plan_all(folder)
+
+    folder = prepare_model(config.model.path, cache_dir(), progress, config.model.revision, check)
+    if is_from_hub(config.model.path):
         # Other nodes fetch the same commit, whatever becomes of the branch.
         config = config.model_copy(update={"model": config.model.model_copy(update={"revision": folder.name})})
+    plans = plan_all(folder)
     spec = read_model_spec(folder, config.engine.runner)
-    plans = {role: plan_memory(spec, config.engine_of(role), config.model.max_model_len) for role in Role}
     present = [role for role in Role for _ in range(config.workers.count(role))]
     memory = min((plans[role] for role in present), key=lambda plan: plan.max_model_len)
     served_name = config.model.served_name or default_name(config.model.path, folder)
@@ -169,7 +176,7 @@ class Launch:
         controller.remote(
             config,
             namespace,
-            config.ingress.host,
+            NodeHost(config.ingress.host),
             channel,
             WorkerCreator(
                 config=config, model_folder=str(model.folder), served_name=model.served_name, channel=channel

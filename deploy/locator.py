@@ -1,4 +1,4 @@
-"""Finds actors by their names in Ray: handed to workers and ingresses, which know no Ray names themselves."""
+"""Finds actors by their names in Ray, and nodes: handed to workers and ingresses, which know no Ray themselves."""
 
 import asyncio
 from dataclasses import dataclass
@@ -29,6 +29,25 @@ class ControllerLocator:
         except (ray.exceptions.RayError, ValueError) as error:
             raise LookupError(f"no controller in namespace {self.namespace}: {error}") from error
         return endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class NodeHost:
+    """Tells a process where to listen for the others: on loopback, or where its node is reached."""
+
+    ingress_host: str
+
+    def __call__(self) -> str:
+        """Return the ingress' own address if only this machine reaches it, else that of the node."""
+        if is_loopback(self.ingress_host):
+            return self.ingress_host
+        address: str = ray.util.get_node_ip_address()
+        return address
+
+
+def is_loopback(host: str) -> bool:
+    """True if only processes of this machine reach the address."""
+    return host == "localhost" or host.startswith("127.") or host == "::1"
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,6 +140,8 @@ class LandingThread:
     def stop(self, timeout_s: float) -> bool:
         """End the thread after what was asked for; True if it did in time."""
         self._put(None)
+        if self._thread.ident is None:
+            return True  # it was never started
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

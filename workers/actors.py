@@ -10,8 +10,9 @@ import logging
 import os
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
-from pdserve.cluster.base.errors import RankLostError
+from pdserve.cluster.base.errors import PdserveError, RankLostError
 from pdserve.cluster.base.logs import configure_logging
 from pdserve.cluster.base.worker_info import Endpoint
 from pdserve.workers.plan import WorkerPlan
@@ -39,9 +40,12 @@ def _end_process(cause: str) -> None:
 class WorkerActor:
     """One worker, or rank 0 of it. Created detached and named by the launcher; stopped by ray.kill."""
 
-    def __init__(self, plan: WorkerPlan, resolve_controller: Callable[[], Awaitable[Endpoint]]) -> None:
+    def __init__(
+        self, plan: WorkerPlan, own_host: Callable[[], str], resolve_controller: Callable[[], Awaitable[Endpoint]]
+    ) -> None:
+        """`own_host` returns where processes of this node listen."""
         _prepare_process()
-        self._plan = plan
+        self._plan = replace(plan, host=own_host())
         self._resolve_controller = resolve_controller
         self._worker: object = None
         loop = asyncio.get_running_loop()
@@ -66,20 +70,31 @@ class WorkerActor:
 class RankActor:
     """A rank other than 0. Created and stopped with its worker; ends itself when rank 0 is gone."""
 
-    def __init__(self, plan: WorkerPlan, rank: int, resolve_leader: Callable[[], Awaitable[Endpoint]]) -> None:
+    def __init__(
+        self,
+        plan: WorkerPlan,
+        own_host: Callable[[], str],
+        rank: int,
+        resolve_leader: Callable[[], Awaitable[Endpoint]],
+    ) -> None:
+        """See WorkerActor."""
         _prepare_process()
-        self._plan = plan
+        self._plan = replace(plan, host=own_host())
         self._rank = rank
         self._resolve_leader = resolve_leader
         self._end = asyncio.get_running_loop().create_task(self._follow())
 
-    async def _follow(self) -> str:
-        hosting = await asyncio.to_thread(importlib.import_module, "pdserve.workers.hosting")
-        why: str = await hosting.follow(self._plan, self._rank, self._resolve_leader)
-        asyncio.get_running_loop().call_later(LAST_WORDS_S, _end_process, why)
+    async def _follow(self) -> PdserveError:
+        why: PdserveError = RankLostError("it failed to start or to stop")
+        try:
+            hosting = await asyncio.to_thread(importlib.import_module, "pdserve.workers.hosting")
+            why = await hosting.follow(self._plan, self._rank, self._resolve_leader)
+        finally:
+            # Whatever happened: a rank without a gang is of no use.
+            asyncio.get_running_loop().call_later(LAST_WORDS_S, _end_process, str(why))
         return why
 
     async def wait_ended(self) -> None:
-        """Wait for the end of the rank, which it always raises: RankLostError with the cause."""
+        """Wait for the end of the rank, which it always raises: RankLostError, or ConfigError if it cannot be."""
         why = await asyncio.shield(self._end)
-        raise RankLostError(f"rank {self._rank}: {why}")
+        raise type(why)(f"rank {self._rank}: {why}")

@@ -13,6 +13,7 @@ import torch
 from pdserve.cluster.base.clock import SystemClock
 from pdserve.cluster.base.config import NumericsKind
 from pdserve.cluster.base.environment import cache_dir
+from pdserve.cluster.base.errors import PdserveError
 from pdserve.cluster.base.ids import draw_incarnation
 from pdserve.cluster.base.worker_info import Endpoint, WorkerInfo
 from pdserve.workers.assembly import AssembledEngine, LoadedRank, assemble_loaded, load_rank
@@ -21,7 +22,7 @@ from pdserve.workers.gang.leader import GangLeader
 from pdserve.workers.gang.process_ranks import ProcessRank
 from pdserve.workers.kv.copy import make_copier
 from pdserve.workers.model.parallel import SOLO, RankGroup
-from pdserve.workers.model.source import prepare_model
+from pdserve.workers.model.source import is_from_hub, prepare_model
 from pdserve.workers.plan import WorkerPlan
 from pdserve.workers.worker import Worker, WorkerSettings
 
@@ -54,19 +55,18 @@ async def host_worker(
         else:
             worker.end(cause)
 
-    leader = GangLeader(plan.engine.tensor_parallel, plan.config.ingress.host, plan.channel, SystemClock(), lost)
+    leader = GangLeader(plan.engine.tensor_parallel, plan.host, plan.channel, SystemClock(), lost)
     publish_gang(await leader.listen())
     timeout_s = plan.config.workers.start_timeout_s
     store, key = await leader.form(timeout_s)
-    loaded = await asyncio.to_thread(
-        _meet_and_load, plan, store, 0, plan.engine.tensor_parallel, key=key, host=plan.config.ingress.host
-    )
+    load = partial(_meet_and_load, plan, store, 0, plan.engine.tensor_parallel, key=key, host=plan.host)
+    loaded = await leader.unless_failed(asyncio.to_thread(load))
     notes = await leader.wait_ready(timeout_s)
     worker = await _serve(plan, loaded, leader, notes, resolve_controller, end_process)
     return worker
 
 
-async def follow(plan: WorkerPlan, rank: int, resolve_leader: ResolveEndpoint) -> str:
+async def follow(plan: WorkerPlan, rank: int, resolve_leader: ResolveEndpoint) -> PdserveError:
     """Be a rank other than 0 until something ends it; return why."""
 
     def load(store: Any, key: str, host: str, num_ranks: int) -> LoadedRank:
@@ -74,7 +74,7 @@ async def follow(plan: WorkerPlan, rank: int, resolve_leader: ResolveEndpoint) -
 
     settings = FollowerSettings(
         rank=rank,
-        host=plan.config.ingress.host,
+        host=plan.host,
         channel=plan.channel,
         transfer=plan.config.transfer,
         clock=SystemClock(),
@@ -111,10 +111,10 @@ def _load(plan: WorkerPlan, group: RankGroup) -> LoadedRank:
 
 def _folder_on_this_node(plan: WorkerPlan) -> Path:
     """Return the model's folder; on a node other than the one that started the deployment it may have to be made."""
-    folder = Path(plan.model_folder)
-    if folder.exists():
+    folder, model = Path(plan.model_folder), plan.config.model
+    # One that is downloaded exists before it is whole.
+    if folder.exists() and not is_from_hub(model.path):
         return folder
-    model = plan.config.model
     return prepare_model(model.path, cache_dir(), _log_progress, model.revision)
 
 
@@ -144,7 +144,7 @@ async def _serve(
     copier = make_copier(loaded.store)
     await asyncio.to_thread(copier.warm_up)
     settings = WorkerSettings(
-        host=plan.config.ingress.host,
+        host=plan.host,
         channel=plan.channel,
         transfer=plan.config.transfer,
         copiers=(copier,),

@@ -8,6 +8,7 @@ LeastLoaded.
 import asyncio
 import logging
 import os
+from collections.abc import Callable
 
 import ray
 
@@ -53,11 +54,17 @@ class Controller:
     """The actor. `create_worker` is wired by the composition root."""
 
     def __init__(
-        self, config: DeploymentConfig, namespace: str, host: str, channel: ChannelSettings, create_worker: Creator
+        self,
+        config: DeploymentConfig,
+        namespace: str,
+        own_host: Callable[[], str],
+        channel: ChannelSettings,
+        create_worker: Creator,
     ) -> None:
+        """`own_host` returns where processes of this node listen."""
         configure_logging()
         self._config = config
-        self._host = host
+        self._host = own_host()
         self._membership = Membership(
             MembershipSettings(
                 targets={role: config.workers.count(role) for role in Role},
@@ -161,7 +168,9 @@ class Controller:
             await self._launcher.wait_ended(worker_id, rank)
         except ray.exceptions.RayError as error:
             raised = getattr(error, "cause", None) or f"rank {rank}: its process died"
-            for instruction in self._membership.failed(worker_id, str(raised)):
+            is_permanent = isinstance(raised, ClientError)
+            instructions = self._membership.failed_to_start(worker_id, str(raised), is_permanent=is_permanent)
+            for instruction in instructions or self._membership.failed(worker_id, str(raised)):
                 await self._execute(instruction)
 
     async def _watch_start(self, worker_id: WorkerId) -> None:

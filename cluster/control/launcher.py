@@ -6,6 +6,7 @@ carry the worker id, so a restarted controller finds them. Everything here block
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from pdserve.cluster.base.ids import WorkerId
 from pdserve.cluster.base.worker_info import Role
+from pdserve.cluster.control.membership import role_of
 
 logger = logging.getLogger(__name__)
 
@@ -100,18 +102,22 @@ class Launcher:
         self._remove_group(name)
 
     def running(self) -> list[WorkerId]:
-        """Return the workers whose rank 0 exists; remove ranks and groups that lost theirs."""
+        """Return the workers all of whose ranks exist; remove what is left of others, and their groups."""
         actors = self._actor_names()
-        names = [name for name in actors if RANK_MARK not in name]
+        num_ranks = Counter(name.partition(RANK_MARK)[0] for name in actors)
+        names = [name for name, count in num_ranks.items() if count == self._num_ranks(name)]
         for name in actors:
             if name.partition(RANK_MARK)[0] not in names:
-                logger.warning("actor %s has no rank 0: killed", name)
+                logger.warning("actor %s is of a worker that lacks ranks: killed", name)
                 self._kill(name)
         for name in self._group_names():
             if name not in names:
                 logger.warning("placement group %s has no worker: removed", name)
                 self._remove_group(name)
         return [WorkerId(name.removeprefix(self._prefix)) for name in names]
+
+    def _num_ranks(self, name: str) -> int:
+        return self._shape_of(role_of(WorkerId(name.removeprefix(self._prefix)))).num_ranks
 
     def remove_all(self) -> None:
         """Remove every worker and group of the deployment."""

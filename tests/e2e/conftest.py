@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray.cluster_utils import Cluster
 
 from support.deployments import Cli, Running, Traces, assert_nothing_left
 
@@ -28,6 +29,23 @@ def local_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
+    assert_nothing_left(before)
+
+
+@pytest.fixture
+def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A Ray of this test's own with two nodes, as far as Ray and their addresses are concerned."""
+    before = Traces()
+    monkeypatch.setenv("PYTHONPATH", TESTS)
+    head = {"num_cpus": 2, "include_dashboard": False, "node_ip_address": "127.0.0.2"}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        cluster.add_node(num_cpus=2, node_ip_address="127.0.0.3")
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="error", namespace="t")
+        yield
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
     assert_nothing_left(before)
 
 

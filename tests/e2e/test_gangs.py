@@ -1,6 +1,7 @@
 """Workers of several ranks as real Ray actors over Gloo: families, unequal ones, and failures of any rank."""
 
 import asyncio
+import shutil
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -12,20 +13,22 @@ import psutil
 import pytest
 import ray
 from ray.util.placement_group import placement_group_table
+from safetensors.torch import load_file, save_file
 
 from pdserve.cluster.base.clock import SystemClock
 from pdserve.cluster.base.config import DeploymentConfig, TransportKind
-from pdserve.cluster.base.ids import IngressId, RequestId
+from pdserve.cluster.base.ids import IngressId, RequestId, WorkerId
 from pdserve.cluster.base.request import FinishReason, Request
 from pdserve.cluster.base.timeline import Timelines
 from pdserve.cluster.base.wire import ChannelSettings
-from pdserve.cluster.base.worker_info import ClusterStatus
+from pdserve.cluster.base.worker_info import ClusterStatus, Role
 from pdserve.cluster.control.controller import Controller
-from pdserve.deploy.locator import CONTROLLER_NAME, ControllerLocator, namespace_of
+from pdserve.cluster.control.launcher import GangShape, Launcher
+from pdserve.deploy.locator import CONTROLLER_NAME, ControllerLocator, NodeHost, namespace_of
 from pdserve.router.dispatch import Dispatcher
 from pdserve.router.replay import Replayer, ReplaySettings
 from support.engines import make_engine, make_request, prompts_of, run
-from support.faulty_gang import Misdeed, Phase, TrappedCreator
+from support.faulty_gang import Misdeed, Phase, trapped_creator
 from support.gangs import running_gang
 from support.oracle import assert_greedy, oracle
 from support.services import generate
@@ -67,12 +70,15 @@ def is_complete(status: ClusterStatus) -> bool:
     return len(status.workers) == 2 and not status.starting and is_linked
 
 
-@asynccontextmanager
-async def running_cluster(
-    folder: Path, name: str, ranks: tuple[int, int], **transfer: object
-) -> AsyncIterator[Cluster]:
+def make_config(
+    name: str,
+    ranks: tuple[int, int],
+    host: str = "127.0.0.1",
+    transports: tuple[str, ...] = ("shm", "tcp"),
+    **workers: object,
+) -> DeploymentConfig:
     """A prefill and a decode worker with that many ranks each. No prompt is cached: each goes the whole way."""
-    config = DeploymentConfig.model_validate(
+    return DeploymentConfig.model_validate(
         {
             "name": name,
             "engine": {
@@ -82,7 +88,8 @@ async def running_cluster(
                 "num_threads": 1,
                 "prefix_cache": False,
             },
-            "transfer": {"slot_bytes": 64 << 10, **transfer},
+            "ingress": {"host": host},
+            "transfer": {"slot_bytes": 64 << 10, "transports": transports},
             "workers": {
                 "prefill": 1,
                 "decode": 1,
@@ -92,15 +99,35 @@ async def running_cluster(
                     "prefill": {"tensor_parallel": ranks[0]},
                     "decode": {"tensor_parallel": ranks[1]},
                 },
+                **workers,
             },
         }
     )
-    namespace = namespace_of(name)
-    creator = TrappedCreator(config=config, model_folder=str(folder), served_name="tiny", channel=CHANNEL)
+
+
+def start_controller(config: DeploymentConfig, folder: Path) -> Any:
+    """Start a controller, which starts its workers."""
+    namespace = namespace_of(config.name)
+    creator = trapped_creator(config=config, model_folder=str(folder), served_name="tiny", channel=CHANNEL)
     controller = ray.remote(Controller).options(
         name=CONTROLLER_NAME, namespace=namespace, lifetime="detached", num_cpus=0
     )
-    actor = controller.remote(config, namespace, "127.0.0.1", CHANNEL, creator)
+    return controller.remote(config, namespace, NodeHost(config.ingress.host), CHANNEL, creator)
+
+
+@asynccontextmanager
+async def running_cluster(
+    folder: Path,
+    name: str,
+    ranks: tuple[int, int],
+    host: str = "127.0.0.1",
+    transports: tuple[str, ...] = ("shm", "tcp"),
+    **workers: object,
+) -> AsyncIterator[Cluster]:
+    """See make_config."""
+    config = make_config(name, ranks, host, transports, **workers)
+    namespace = namespace_of(name)
+    actor = start_controller(config, folder)
     clock = SystemClock()
     timelines = Timelines(clock)
     dispatcher = Dispatcher(
@@ -175,7 +202,7 @@ async def test_gangs_of_unequal_size_hand_over(
     folder = shared_checkpoints("llama")
     requests = [request for request in draw_requests() if request.sampling.temperature == 0.0]
     expected, model = run(make_engine(folder).engine, requests), oracle(folder)
-    async with running_cluster(folder, "unequal", ranks, transports=[transport.value]) as cluster:
+    async with running_cluster(folder, "unequal", ranks, transports=(transport.value,)) as cluster:
         results = await asyncio.gather(*(generate(cluster.replayer, request) for request in requests))
         for request, (tokens, _) in zip(requests, results, strict=True):
             if tokens != expected[request.request_id]:
@@ -190,7 +217,7 @@ async def test_gangs_of_unequal_size_hand_over(
 
 
 SCENARIOS = {
-    "prefill": (
+    "a prefill worker": (
         (1, Phase.PREFILL, Misdeed.KILL),
         (0, Phase.PREFILL, Misdeed.RAISE),
         (1, Phase.PREFILL, Misdeed.RAISE),
@@ -199,10 +226,12 @@ SCENARIOS = {
         (0, Phase.GATHER, Misdeed.STOP),
         (1, Phase.GATHER, Misdeed.KILL),
     ),
-    "decode": (
+    "a decode worker that takes KV in": (
         (1, Phase.SCATTER, Misdeed.KILL),
         (1, Phase.SCATTER, Misdeed.STOP),
         (0, Phase.SCATTER, Misdeed.KILL),
+    ),
+    "a decode worker": (
         (1, Phase.DECODE, Misdeed.RAISE),
         (0, Phase.DECODE, Misdeed.RAISE),
         (1, Phase.DECODE, Misdeed.HANG),
@@ -213,18 +242,94 @@ SCENARIOS = {
 }
 
 
-@pytest.mark.parametrize("role", list(SCENARIOS))
+@pytest.mark.usefixtures("two_nodes")
+async def test_a_gang_spans_nodes(shared_checkpoints: Callable[[str], Path]) -> None:
+    folder, requests = shared_checkpoints("llama"), draw_requests()
+    with running_gang(folder, 2, max_batch_tokens=64) as gang:
+        expected = run(gang.assembled.engine, requests)
+    async with running_cluster(folder, "spread", (2, 2), host="0.0.0.0", gang_strategy="STRICT_SPREAD") as cluster:
+        groups = [group for group in placement_group_table().values() if group["name"].startswith("spread:")]
+        nodes = [set(group["bundles_to_node_id"].values()) for group in groups]
+        assert [len(each) for each in nodes] == [2, 2], "each gang has a rank on each node"
+        endpoints = {view.info.endpoint.host for view in (await cluster.status()).workers}
+        assert endpoints <= {"127.0.0.2", "127.0.0.3"}, "they listen where their nodes are reached"
+        results = await asyncio.gather(*(generate(cluster.replayer, request) for request in requests))
+        for request, (tokens, _) in zip(requests, results, strict=True):
+            assert tokens == expected[request.request_id]
+
+
+@pytest.mark.usefixtures("local_ray")
+async def test_a_gang_that_lacks_ranks_is_replaced_by_the_next_controller(
+    shared_checkpoints: Callable[[str], Path],
+) -> None:
+    # A controller that dies between the creation of two actors of a worker.
+    folder, config = shared_checkpoints("llama"), make_config("halves", (2, 1), start_timeout_s=300)
+    namespace = namespace_of(config.name)
+    creator = trapped_creator(config=config, model_folder=str(folder), served_name="tiny", channel=CHANNEL)
+
+    def create(worker_id: WorkerId, role: Role, rank: int, leader: str, options: dict[str, object]) -> object:
+        if rank:
+            raise InterruptedError("the controller dies")
+        return creator(worker_id, role, rank, leader, options)
+
+    shape = GangShape(num_ranks=2, resources={"CPU": 0.5}, strategy="PACK")
+    launcher = Launcher(config.name, namespace, lambda role: shape, create)
+    with pytest.raises(InterruptedError):
+        await asyncio.to_thread(launcher.start, WorkerId("prefill-0"), Role.PREFILL)
+    assert actors_of(config.name) == ["halves:worker:prefill-0"]
+    controller = start_controller(config, folder)
+    try:
+        deadline = time.monotonic() + READY_S
+        while not is_complete(status := await controller.status.remote()):
+            assert time.monotonic() < deadline, status
+            await asyncio.sleep(0.1)
+    finally:
+        await controller.stop_workers.remote()
+        ray.kill(controller)
+    assert not placement_groups(config.name)
+
+
+@pytest.mark.usefixtures("local_ray")
+async def test_what_no_start_can_help_on_another_rank_is_said_at_once(
+    shared_checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    # Only the last rank reads the last expert.
+    folder = shutil.copytree(shared_checkpoints("qwen3_moe"), tmp_path / "cut")
+    weights = load_file(folder / "model.safetensors")
+    last = max((name for name in weights if ".experts." in name), key=expert_of)
+    save_file({name: tensor for name, tensor in weights.items() if name != last}, folder / "model.safetensors")
+    controller = start_controller(make_config("cut", (2, 1)), folder)
+    try:
+        deadline = time.monotonic() + READY_S
+        while not (deaths := (await controller.status.remote()).last_deaths):
+            assert time.monotonic() < deadline, "never"
+            await asyncio.sleep(0.1)
+        first = next(death for death in deaths if death.worker_id.startswith("prefill"))
+        assert first.is_permanent
+        assert "rank 1: " in first.cause
+        assert last in first.cause
+    finally:
+        await controller.stop_workers.remote()
+        ray.kill(controller)
+
+
+def expert_of(name: str) -> int:
+    return int(name.split(".experts.")[1].split(".")[0])
+
+
+@pytest.mark.parametrize("whose", list(SCENARIOS))
 @pytest.mark.usefixtures("local_ray")
 async def test_whatever_happens_to_a_rank_ends_its_worker_soon_and_no_text(
-    shared_checkpoints: Callable[[str], Path], tmp_path: Path, role: str
+    shared_checkpoints: Callable[[str], Path], tmp_path: Path, whose: str
 ) -> None:
     # known_faults B084, B086: each time the worker is replaced, and serves again.
     folder, request = shared_checkpoints("llama"), draw_requests()[0]
     drawn = make_request("drawn", request.prompt_token_ids, max_tokens=24, temperature=0.9, seed=3)
     with running_gang(folder, 2, max_batch_tokens=64) as gang:
         expected = run(gang.assembled.engine, [drawn])["drawn"]
+    role, other = ("prefill", "decode") if "prefill" in whose else ("decode", "prefill")
     async with running_cluster(folder, "failures", (2, 2)) as cluster:
-        for number, (rank, phase, misdeed) in enumerate(SCENARIOS[role]):
+        for number, (rank, phase, misdeed) in enumerate(SCENARIOS[whose]):
             story = f"{misdeed} of rank {rank} of the {role} worker in {phase}"
             note = tmp_path / str(number)
             before = {view.info.role.value: view.info for view in (await cluster.status()).workers}
@@ -246,7 +351,6 @@ async def test_whatever_happens_to_a_rank_ends_its_worker_soon_and_no_text(
             assert reason is FinishReason.LENGTH
             await cluster.until(is_complete, f"{story}: a new worker is linked")
             after = {view.info.role.value: view.info for view in (await cluster.status()).workers}
-            other = "decode" if role == "prefill" else "prefill"
             assert after[other].incarnation == before[other].incarnation, f"{story}: the other worker was touched"
             assert not any(map(psutil.pid_exists, pids)), f"{story}: a process is left"
             workers = [info.worker_id for info in after.values()]

@@ -6,13 +6,23 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BartConfig,
+    BertConfig,
     BloomConfig,
     CohereConfig,
+    DiffLlamaConfig,
     GenerationConfig,
+    GPTNeoConfig,
     GraniteConfig,
+    Llama4TextConfig,
     MambaConfig,
     Olmo2Config,
+    OPTConfig,
+    PhimoeConfig,
     PretrainedConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    RobertaConfig,
     StableLmConfig,
 )
 
@@ -20,7 +30,7 @@ from pdserve.cluster.base.config import AttentionKind, EngineConfig, LinearKind,
 from pdserve.cluster.base.errors import CheckpointError
 from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.cluster.base.worker_info import NumericsClass
-from pdserve.workers.model.fallback import read_fallback_spec
+from pdserve.workers.model.fallback_spec import read_fallback_spec
 from pdserve.workers.model.families import read_spec
 from support.checkpoints import make_tokenizer, save_checkpoint
 from support.engines import make_engine, make_request, prompts_of, run
@@ -30,6 +40,7 @@ from support.services import generate
 
 LENGTHS = (1, 15, 16, 17, 33, 70)
 NUM_TOKENS = 32
+TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 COMMON = {
     "vocab_size": 512,
     "hidden_size": 96,
@@ -38,16 +49,45 @@ COMMON = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
+    **TOKENS,
 }
+ROPE = {"rope_theta": 1e4}
 OTHERS = {
     # Norms behind attention; multipliers of everything; a part of each head rotated; parallel layers and scaled logits.
     "olmo2": Olmo2Config(**COMMON),
     "granite": GraniteConfig(**COMMON, attention_multiplier=0.3, logits_scaling=2.0, residual_multiplier=0.8),
     "stablelm": StableLmConfig(**COMMON, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
     "cohere": CohereConfig(**COMMON, logit_scale=0.5),
+    # Windows that only the mask tells of, in every layer and in some; learnt positions.
+    "phimoe": PhimoeConfig(**COMMON, num_local_experts=4, sliding_window=32),
+    "qwen2_moe": Qwen2MoeConfig(
+        **COMMON,
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=48,
+        num_experts=4,
+        num_experts_per_tok=2,
+        use_sliding_window=True,
+        sliding_window=32,
+        max_window_layers=1,
+    ),
+    "opt": OPTConfig(
+        vocab_size=512,
+        hidden_size=96,
+        word_embed_proj_dim=96,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        ffn_dim=192,
+        max_position_embeddings=512,
+        **TOKENS,
+    ),
+}
+ENCODER = {
+    "vocab_size": 512,
+    "hidden_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "intermediate_size": 192,
+    **TOKENS,
 }
 
 
@@ -119,12 +159,67 @@ async def test_it_hands_its_kv_over_and_draws_and_scores(tmp_path: Path) -> None
     [
         (BloomConfig(vocab_size=512, hidden_size=96, n_layer=2, n_head=6), "do not look attention up|uses"),
         (MambaConfig(vocab_size=512, hidden_size=96, num_hidden_layers=2), "cannot be run"),
+        (DiffLlamaConfig(**COMMON), "layer 0 attends twice"),
+        (
+            GPTNeoConfig(
+                vocab_size=512, hidden_size=96, num_layers=2, num_heads=6, attention_types=[[["global", "local"], 1]]
+            ),
+            "a table of its own",
+        ),
+        # Who sees what is not what the engine computes.
+        (Llama4TextConfig(**COMMON, head_dim=16, attention_chunk_size=16), "depends on more than positions"),
+        (Qwen2Config(**COMMON, is_causal=False), "neither causal nor causal within a window"),
+        (BertConfig(**ENCODER, is_decoder=False), "neither causal nor causal within a window"),
+        # A text would depend on its neighbours.
+        (Olmo2Config(**COMMON, rope_parameters={**ROPE, "rope_type": "dynamic", "factor": 4.0}), "'dynamic'"),
+        (
+            GraniteConfig(
+                **COMMON,
+                rope_parameters={
+                    **ROPE,
+                    "rope_type": "longrope",
+                    "factor": 8.0,
+                    "long_factor": [4.0] * 8,
+                    "short_factor": [1.0] * 8,
+                    "original_max_position_embeddings": 64,
+                },
+            ),
+            "'longrope'",
+        ),
     ],
 )
 def test_what_it_cannot_run_is_refused_with_the_reason(tmp_path: Path, config: PretrainedConfig, message: str) -> None:
     config.save_pretrained(str(tmp_path))
     with pytest.raises(CheckpointError, match=message):
         read_fallback_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        # Positions that it counts by itself, whatever it is told; positions that begin elsewhere.
+        BartConfig(
+            vocab_size=512,
+            d_model=96,
+            decoder_layers=2,
+            encoder_layers=2,
+            decoder_attention_heads=6,
+            encoder_attention_heads=6,
+            decoder_ffn_dim=192,
+            encoder_ffn_dim=192,
+            max_position_embeddings=512,
+            is_decoder=True,
+            is_encoder_decoder=False,
+            **TOKENS,
+        ),
+        RobertaConfig(**ENCODER, is_decoder=True),
+    ],
+    ids=["bart", "roberta"],
+)
+def test_what_it_would_compute_wrongly_is_refused_when_it_is_loaded(tmp_path: Path, config: PretrainedConfig) -> None:
+    folder = save_other(tmp_path / "model", config)
+    with pytest.raises(CheckpointError, match="texts that are computed together differ"):
+        make_engine(folder, runner=RunnerKind.TRANSFORMERS)
 
 
 def test_settings_that_it_does_not_follow_are_refused() -> None:

@@ -3,20 +3,13 @@
 import os
 import signal
 import time
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import ray
-
-from pdserve.cluster.base.ids import WorkerId
-from pdserve.cluster.base.worker_info import Role
 from pdserve.deploy.creation import WorkerCreator
-from pdserve.deploy.locator import ControllerLocator, GangLocator, namespace_of
 from pdserve.workers import actors
 from pdserve.workers.engine.plan import ForwardPlan
-from pdserve.workers.plan import WorkerPlan
 
 
 class Phase(StrEnum):
@@ -116,21 +109,6 @@ class TrappedRank(_Trapped, actors.RankActor):
     """See RankActor."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrappedCreator(WorkerCreator):
-    """See WorkerCreator."""
-
-    def __call__(self, worker_id: WorkerId, role: Role, rank: int, leader: str, options: dict[str, object]) -> object:
-        """See WorkerCreator."""
-        plan = WorkerPlan(
-            worker_id=worker_id,
-            role=role,
-            config=self.config,
-            model_folder=self.model_folder,
-            served_name=self.served_name,
-            channel=self.channel,
-        )
-        namespace = namespace_of(self.config.name)
-        if rank:
-            return ray.remote(TrappedRank).options(**options).remote(plan, rank, GangLocator(namespace, leader))
-        return ray.remote(TrappedWorker).options(**options).remote(plan, ControllerLocator(namespace))
+def trapped_creator(**arguments: Any) -> WorkerCreator:
+    """Return a creator of ranks that can be told to do something bad."""
+    return WorkerCreator(worker_actor=TrappedWorker, rank_actor=TrappedRank, **arguments)

@@ -12,6 +12,30 @@ SILENCE_S = 1.5
 HANG_S = 1.5
 """For the same reason: a step longer than this is a hang, unless five predicted ones take longer."""
 PREDICTED_STEPS = 5.0
+LONGEST_LOOK_S = 2 * BEAT_S
+"""What at most counts of the time between two looks."""
+
+
+class AwakeTime:
+    """Time in which a watcher has looked on: of a pause of its own, as when its machine is suspended, little counts.
+
+    Without this, whoever wakes up finds all others silent, whose beats have not been read yet.
+    """
+
+    def __init__(self, now: float) -> None:
+        # In one attribute: another thread may ask.
+        self._last_look = now, 0.0
+
+    def looked(self, now: float) -> float:
+        """The watcher looks; return the awake time."""
+        awake = self.at(now)
+        self._last_look = now, awake
+        return awake
+
+    def at(self, now: float) -> float:
+        """Return the awake time of a moment since the last look."""
+        look, awake = self._last_look
+        return awake + min(now - look, LONGEST_LOOK_S)
 
 
 class Beats:
@@ -19,32 +43,34 @@ class Beats:
 
     def __init__(self, num_ranks: int, now: float, num_steps: int = 0) -> None:
         """All ranks have just been heard of, and have finished `num_steps`."""
+        self._awake = AwakeTime(now)
         self._led: deque[float] = deque()
         self._num_led = num_steps
-        self._heard = dict.fromkeys(range(1, num_ranks), now)
+        self._heard = dict.fromkeys(range(1, num_ranks), 0.0)
         self._num_steps = dict.fromkeys(range(1, num_ranks), num_steps)
 
     def led(self, now: float) -> None:
         """Rank 0 begins a step; also from another thread than the other calls, before the step is sent."""
         # Counted first: what is counted and not yet noted looks like done, which the next look corrects.
         self._num_led += 1
-        self._led.append(now)
+        self._led.append(self._awake.at(now))
 
     def beat(self, rank: int, num_steps: int, now: float) -> None:
         """A rank has finished so many steps."""
-        self._heard[rank] = now
+        self._heard[rank] = self._awake.at(now)
         self._num_steps[rank] = num_steps
         num_done = min(self._num_steps.values())
         while self._num_led - len(self._led) < num_done:
             self._led.popleft()
 
     def trouble(self, now: float, predicted_s: float) -> str | None:
-        """Return what is wrong: a rank that is silent, or ranks that do not finish a step; None if nothing is."""
+        """Look: return what is wrong, a rank that is silent, or ranks that do not finish a step; None if nothing is."""
+        awake = self._awake.looked(now)
         for rank, heard in self._heard.items():
-            if now - heard > SILENCE_S:
-                return f"rank {rank} is silent for {now - heard:.1f} s"
+            if awake - heard > SILENCE_S:
+                return f"rank {rank} is silent for {awake - heard:.1f} s"
         if self._led:
-            waited_s = now - self._led[0]
+            waited_s = awake - self._led[0]
             if waited_s > max(HANG_S, PREDICTED_STEPS * predicted_s):
                 step_no = self._num_led - len(self._led) + 1
                 late = [str(rank) for rank, num_steps in self._num_steps.items() if num_steps < step_no]

@@ -10,13 +10,21 @@ import os
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import get_args
 
 import psutil
 
 from pdserve.cluster.base.clock import Clock
 from pdserve.cluster.base.config import EngineConfig, TransferConfig
-from pdserve.cluster.base.errors import ChannelClosedError, ClientError, ProtocolError, RankLostError
+from pdserve.cluster.base.errors import (
+    ChannelClosedError,
+    ClientError,
+    ConfigError,
+    PdserveError,
+    ProtocolError,
+    RankLostError,
+)
 from pdserve.cluster.base.messages import Message
 from pdserve.cluster.base.rank_messages import (
     FormGang,
@@ -33,7 +41,7 @@ from pdserve.kvtransfer.transports.data_port import connect_data
 from pdserve.kvtransfer.transports.endpoint import parse_endpoint
 from pdserve.kvtransfer.transports.torch_store import open_store, own_address
 from pdserve.workers.assembly import LoadedRank, make_follower
-from pdserve.workers.gang.beats import BEAT_S, SILENCE_S
+from pdserve.workers.gang.beats import BEAT_S, SILENCE_S, AwakeTime
 from pdserve.workers.gang.rank_step import RankStep
 from pdserve.workers.gang.step_link import StepReceiver
 from pdserve.workers.handoff.exports import RankExporter
@@ -85,7 +93,7 @@ class Follower:
         self._settings = settings
         self._load = load
         self._loop = asyncio.get_running_loop()
-        self._ended: asyncio.Future[str] = self._loop.create_future()
+        self._ended: asyncio.Future[PdserveError] = self._loop.create_future()
         self._channel: Channel | None = None
         self._client = ChannelClient(settings.channel, self, resolve_leader, name="rank 0")
         self._forming: asyncio.Task[None] | None = None
@@ -99,10 +107,11 @@ class Follower:
         self._starting: asyncio.Task[None] | None = None
         self._has_exporter = threading.Event()
         self._is_watched = False
-        self._heard_time = settings.clock.now()
+        self._awake = AwakeTime(settings.clock.now())
+        self._heard_time = 0.0
         self._num_steps = 0
 
-    async def run(self) -> str:
+    async def run(self) -> PdserveError:
         """Take part until something ends it; return why."""
         self._client.start()
         beats = self._loop.create_task(self._beat(), name="beats")
@@ -119,9 +128,9 @@ class Follower:
             if self._handoff is not None:
                 await self._handoff.stop()
 
-    def _end(self, why: str) -> None:
+    def _end(self, why: str, *, is_permanent: bool = False) -> None:
         if not self._ended.done():
-            self._ended.set_result(why)
+            self._ended.set_result(ConfigError(why) if is_permanent else RankLostError(why))
 
     # The channel to rank 0.
 
@@ -137,7 +146,7 @@ class Follower:
 
     def message_received(self, channel: Channel, message: Message) -> None:
         """See ChannelHandler."""
-        self._heard_time = self._settings.clock.now()
+        self._heard_time = self._awake.at(self._settings.clock.now())
         match message:
             case FormGang() if self._forming is None:
                 self._forming = self._loop.create_task(self._form(message), name="forming")
@@ -217,7 +226,7 @@ class Follower:
     def _fail(self, cause: str, *, is_permanent: bool = False, is_consequence: bool = False) -> None:
         self._post(RankFailed(cause=cause, is_permanent=is_permanent, is_consequence=is_consequence))
         # A moment for the message; rank 0 ends the gang, and its channel with it.
-        self._loop.call_later(BEAT_S, self._end, cause)
+        self._loop.call_later(BEAT_S, partial(self._end, cause, is_permanent=is_permanent))
 
     # The hand-off.
 
@@ -256,8 +265,9 @@ class Follower:
         while True:
             await asyncio.sleep(BEAT_S)
             now = self._settings.clock.now()
+            awake = self._awake.looked(now)
             self._post(RankBeat(num_steps=self._num_steps))
             if self._channel is None and now - start_time > JOIN_TIMEOUT_S:
                 self._end(f"rank 0 was not found in {JOIN_TIMEOUT_S:g} s")
-            if self._is_watched and now - self._heard_time > SILENCE_S:
-                self._end(f"rank 0 is silent for {now - self._heard_time:.1f} s")
+            if self._is_watched and awake - self._heard_time > SILENCE_S:
+                self._end(f"rank 0 is silent for {awake - self._heard_time:.1f} s")

@@ -7,8 +7,8 @@ its channels every other rank ends itself.
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 from pdserve.cluster.base.clock import Clock
 from pdserve.cluster.base.errors import ChannelClosedError, ConfigError, PdserveError, RankLostError
@@ -36,6 +36,8 @@ from pdserve.workers.gang.step_link import StepSender
 from pdserve.workers.handoff.settings import RankPort, Report
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 KEY_BYTES = 16
 CAUSE_S = 0.3
@@ -135,6 +137,16 @@ class GangLeader:
         await self._until([rank.ready for rank in self._ranks], timeout_s, "was ready")
         return tuple(note for rank in self._ranks for note in rank.ready.result().notes)
 
+    async def unless_failed(self, work: Awaitable[Result]) -> Result:
+        """Return the outcome of `work`; raises what ends the gang before it is there."""
+        task = asyncio.ensure_future(work)
+        ends: set[asyncio.Future[Any]] = {task, self._failed}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if self._failed.done() and not task.done():
+            task.cancel()
+            raise self._failed.result()
+        return await task
+
     @property
     def memory_bytes(self) -> int:
         """What the other ranks hold."""
@@ -145,6 +157,9 @@ class GangLeader:
         self._predicted_s = predicted_s
         self._beats = Beats(len(self._ranks) + 1, self._clock.now(), self._num_led)
         self._watcher = self._loop.create_task(self._watch(), name="gang beats")
+        if self._failed.done():
+            # Between the last wait and this.
+            self._on_lost(str(self._failed.result()))
 
     async def stop(self) -> None:
         """Let go of the ranks, which end themselves."""

@@ -145,6 +145,8 @@ class ModelSpec:
 class _Family:
     has_qk_norm: bool = False
     always_qkv_bias: bool = False
+    may_have_bias: bool = True
+    """attention_bias of config.json says so; elsewhere transformers ignores it, and so do checkpoints."""
     has_sandwich_norms: bool = False
     norm_offset: float = 0.0
     scales_embedding: bool = False
@@ -157,13 +159,13 @@ class _Family:
 
 FAMILIES = {
     "llama": _Family(),
-    "mistral": _Family(has_window_everywhere=True),
-    "qwen2": _Family(always_qkv_bias=True),
+    "mistral": _Family(may_have_bias=False, has_window_everywhere=True),
+    "qwen2": _Family(may_have_bias=False, always_qkv_bias=True),
     "qwen3": _Family(has_qk_norm=True),
     "gemma2": _Family(has_sandwich_norms=True, norm_offset=1.0, scales_embedding=True),
     "gemma3_text": _Family(has_qk_norm=True, has_sandwich_norms=True, norm_offset=1.0, scales_embedding=True),
-    "phi3": _Family(has_window_everywhere=True),
-    "mixtral": _Family(has_mixture=True, has_window_everywhere=True),
+    "phi3": _Family(may_have_bias=False, has_window_everywhere=True),
+    "mixtral": _Family(may_have_bias=False, has_mixture=True, has_window_everywhere=True),
     "qwen3_moe": _Family(has_qk_norm=True, has_mixture=True, router=Router.SOFTMAX, has_window_everywhere=True),
     "gpt_oss": _Family(has_mixture=True, has_sinks=True),
 }
@@ -183,7 +185,7 @@ def read_spec(folder: Path) -> ModelSpec:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     groups, ropes, layers = _layout(folder, config, family, head_dim)
     scale_base = getattr(config, "query_pre_attn_scalar", None) or head_dim
-    has_attention_bias = bool(getattr(config, "attention_bias", False))
+    has_attention_bias = family.may_have_bias and bool(getattr(config, "attention_bias", False))
     return ModelSpec(
         family=config.model_type,
         hidden_size=config.hidden_size,
@@ -202,13 +204,13 @@ def read_spec(folder: Path) -> ModelSpec:
         embedding_scale=math.sqrt(config.hidden_size) if family.scales_embedding else 1.0,
         has_qk_norm=family.has_qk_norm,
         has_qkv_bias=family.always_qkv_bias or has_attention_bias,
-        has_o_bias=has_attention_bias and not family.always_qkv_bias,
-        has_mlp_bias=bool(getattr(config, "mlp_bias", False)),
+        has_o_bias=has_attention_bias,
+        has_mlp_bias=config.model_type == "llama" and bool(getattr(config, "mlp_bias", False)),
         has_sandwich_norms=family.has_sandwich_norms,
         norm_offset=family.norm_offset,
         is_head_tied=bool(config.tie_word_embeddings),
         eos_token_ids=eos_ids(folder, config),
-        experts=_experts(config, family) if family.has_mixture else None,
+        experts=_experts(folder, config, family) if family.has_mixture else None,
         attention_softcap=float(getattr(config, "attn_logit_softcapping", None) or 0.0),
         logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
         has_sinks=family.has_sinks,
@@ -247,6 +249,8 @@ def _read_raw_config(folder: Path) -> dict[str, object]:
 def _refuse_unsupported(folder: Path, config: PretrainedConfig) -> None:
     if getattr(config, "use_bidirectional_attention", None):
         raise CheckpointError(f"{folder}/config.json: use_bidirectional_attention is not supported yet")
+    if not getattr(config, "is_causal", True):
+        raise CheckpointError(f"{folder}/config.json: is_causal false is not supported: the model generates no text")
     if config.num_attention_heads % config.num_key_value_heads:
         raise CheckpointError(
             f"{folder}/config.json: num_attention_heads {config.num_attention_heads} is no multiple of "
@@ -267,7 +271,12 @@ def _activation(folder: Path, config: PretrainedConfig) -> Activation:
         raise CheckpointError(f"{folder}/config.json: activation {name!r} is not supported yet") from error
 
 
-def _experts(config: PretrainedConfig, family: _Family) -> ExpertsSpec:
+def _experts(folder: Path, config: PretrainedConfig, family: _Family) -> ExpertsSpec:
+    if not 1 <= config.num_experts_per_tok <= config.num_local_experts:
+        raise CheckpointError(
+            f"{folder}/config.json: num_experts_per_tok {config.num_experts_per_tok} of "
+            f"{config.num_local_experts} experts"
+        )
     is_normalised = family.router is Router.NORMALISED or bool(getattr(config, "norm_topk_prob", False))
     return ExpertsSpec(
         num_experts=config.num_local_experts,

@@ -4,7 +4,9 @@ Files go to the hub library's own cache, where other tools find them; its enviro
 HF_TOKEN, HF_HUB_OFFLINE) hold. What cannot be served is refused before the weights are fetched.
 """
 
+import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,9 @@ from pdserve.workers.model.gguf_import import Progress, locked
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 DESCRIPTION = ["*.json", "*.jinja", "*.model", "tokenizer*", "vocab*", "merges*"]
-WEIGHTS = ["*.safetensors"]
 INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+SUBFOLDERS = ["*/*"]
 
 
 def is_hub_id(path: str) -> bool:
@@ -33,32 +36,46 @@ def is_hub_id(path: str) -> bool:
     return HUB_ID.match(path) is not None
 
 
-def download(hub_id: str, revision: str | None, cache: Path, progress: Progress) -> Path:
+def download(hub_id: str, revision: str | None, cache: Path, progress: Progress, check: Callable[[Path], None]) -> Path:
     """Return the folder of a checkpoint at a revision (branch, tag or commit), fetched if it is not on this node.
 
-    The folder is named after the commit. Raises CheckpointError.
+    The folder is named after the commit. `check` sees it when all but the weights is there, and raises what speaks
+    against them. Raises CheckpointError.
     """
     cache.mkdir(parents=True, exist_ok=True)
     with locked(cache / f"hub-{hub_id.replace('/', '--')}.lock"):
-        described = _fetch(hub_id, revision, DESCRIPTION, progress)
+        described = _fetch(hub_id, revision, DESCRIPTION, f"downloading the description of {hub_id}", progress)
         if not (described / "config.json").is_file():
             raise CheckpointError(f"model.path {hub_id}: it has no config.json")
         read_config(described)
+        check(described)
+        names = _weight_names(described)
         # The commit that was described: a branch may move meanwhile.
-        folder = _fetch(hub_id, described.name, WEIGHTS, progress)
-    if not any(folder.glob("*.safetensors")):
-        raise CheckpointError(f"model.path {hub_id}: it has no safetensors weights")
+        folder = _fetch(hub_id, described.name, names, f"downloading the weights of {hub_id}", progress)
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(f"model.path {hub_id}: it has no {missing[0]}")
     return folder
 
 
-def _fetch(hub_id: str, revision: str | None, patterns: list[str], progress: Progress) -> Path:
-    what = "description" if patterns is DESCRIPTION else "weights"
+def _weight_names(folder: Path) -> list[str]:
+    """Return the files that hold the weights: a repository may have them in other forms too."""
+    if not (folder / INDEX).is_file():
+        return [WHOLE]
+    try:
+        return sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{folder / INDEX}: no weight_map") from error
+
+
+def _fetch(hub_id: str, revision: str | None, patterns: list[str], stage: str, progress: Progress) -> Path:
     try:
         folder = snapshot_download(
             hub_id,
             revision=revision,
             allow_patterns=patterns,
-            tqdm_class=_reporting(f"downloading the {what} of {hub_id}", progress),
+            ignore_patterns=SUBFOLDERS,
+            tqdm_class=_reporting(stage, progress),
         )
     except LocalEntryNotFoundError as error:
         raise CheckpointError(

