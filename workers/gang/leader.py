@@ -156,6 +156,8 @@ class GangLeader:
         """Begin to look for ranks that hang; `predicted_s` says how long a step takes now."""
         self._predicted_s = predicted_s
         self._beats = Beats(len(self._ranks) + 1, self._clock.now(), self._num_led)
+        # From the first one on the ranks watch too: they are not to wait for it while rank 0 serves already.
+        self._send_beats()
         self._watcher = self._loop.create_task(self._watch(), name="gang beats")
         if self._failed.done():
             # Between the last wait and this.
@@ -276,12 +278,15 @@ class GangLeader:
         if self._failed.done():
             raise self._failed.result()
 
+    def _send_beats(self) -> None:
+        for rank in self._ranks:
+            rank.send(RankBeat(num_steps=0))
+
     async def _watch(self) -> None:
         assert self._beats is not None, "it watches beats"
         while not self._failed.done():
             await asyncio.sleep(BEAT_S)
-            for rank in self._ranks:
-                rank.send(RankBeat(num_steps=0))
+            self._send_beats()
             trouble = self._beats.trouble(self._clock.now(), self._predicted_s())
             if trouble is not None:
                 self._fail(RankLostError(trouble))
