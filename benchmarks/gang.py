@@ -36,8 +36,8 @@ from pdserve.cluster.base.config import EngineConfig
 from pdserve.kvtransfer.transports.torch_store import TorchStore, open_store
 from pdserve.workers.assembly import AssembledEngine, assemble_engine, load_rank, make_follower
 from pdserve.workers.engine.plan import ForwardPlan
+from pdserve.workers.engine.rank_step import RankStep
 from pdserve.workers.gang.process_ranks import ProcessRank
-from pdserve.workers.gang.rank_step import RankStep
 from pdserve.workers.gang.step_codec import decode_step, encode_step
 from pdserve.workers.gang.step_link import StepReceiver, StepSender
 
@@ -80,7 +80,7 @@ def take_steps(meeting: Meeting, rank: int, times: Connection) -> None:
         for _ in range(STEPS):
             steps.receive()
             found.append(time.monotonic())
-            group.smallest(0.0)
+            group.all_reduce_min(0.0)
         times.send(found)
         found = []
         for _ in range(STEPS):
@@ -90,7 +90,7 @@ def take_steps(meeting: Meeting, rank: int, times: Connection) -> None:
             _broadcast(group, body)
             decode_step(body.numpy().tobytes())
             found.append(time.monotonic())
-            group.smallest(0.0)
+            group.all_reduce_min(0.0)
         times.send(found)
 
 
@@ -111,7 +111,7 @@ def make_step(num_rows: int, tokens_each: int) -> RankStep:
             row_starts=np.arange(num_rows + 1, dtype=np.int32) * tokens_each,
             block_tables=(np.arange(num_rows * 64, dtype=np.int32).reshape(num_rows, 64),),
         ),
-        output_tokens=np.arange(num_rows, dtype=np.int32),
+        logits_indices=np.arange(num_rows, dtype=np.int32),
         num_sampled=num_rows,
         is_whole=np.zeros(num_rows, np.bool_),
         wants_logits=False,
@@ -165,7 +165,7 @@ def measure_steps(num_ranks: int) -> list[dict[str, Any]]:
                 _broadcast(group, body)
 
             def lead(step: RankStep = step) -> None:
-                sender.lead(step)
+                sender.broadcast(step)
 
             for _ in range(ROUNDS):
                 for way, send in (("link", lead), ("broadcast", broadcast)):
@@ -173,7 +173,7 @@ def measure_steps(num_ranks: int) -> list[dict[str, Any]]:
                     for _ in range(STEPS):
                         starts.append(time.monotonic())
                         send()
-                        group.smallest(0.0)
+                        group.all_reduce_min(0.0)
                     ends = np.array([pipe.recv() for pipe in pipes]).max(axis=0)
                     found[way].append(1e6 * float(np.median(ends - np.array(starts))))
             row: dict[str, Any] = {"ranks": num_ranks, "step": name, "bytes": len(encode_step(step))}

@@ -24,8 +24,8 @@ from pdserve.kvtransfer import layout as transfer_layout
 from pdserve.workers.assembly import assemble_engine
 from pdserve.workers.engine.engine import Engine
 from pdserve.workers.engine.plan import StepOutput, StepPlan
+from pdserve.workers.engine.rank_step import Copies, Exported
 from pdserve.workers.engine.scheduler import SchedulerSettings
-from pdserve.workers.gang.rank_step import Copies, Exported
 from pdserve.workers.kv.store import KVStore
 
 LAYOUT = KVLayout(

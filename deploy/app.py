@@ -61,9 +61,16 @@ def prepare(config: DeploymentConfig, progress: ShowProgress, say: Say) -> tuple
         port = free_port()
         config = config.model_copy(update={"ingress": config.ingress.model_copy(update={"port": port})})
 
-    def plan_all(folder: Path) -> dict[Role, MemoryPlan]:
-        spec = read_model_spec(folder, config.engine.runner)
-        return {role: plan_memory(spec, config.engine_of(role), config.model.max_model_len) for role in Role}
+    present = [role for role in Role for _ in range(config.workers.count(role))]
+    engines = {role: config.engine_of(role) for role in present}
+
+    def plan_all(folder: Path) -> tuple[ModelSpec, dict[Role, MemoryPlan]]:
+        specs = {runner: read_model_spec(folder, runner) for runner in {engine.runner for engine in engines.values()}}
+        plans = {
+            role: plan_memory(specs[engine.runner], engine, config.model.max_model_len)
+            for role, engine in engines.items()
+        }
+        return next(iter(specs.values())), plans
 
     def check(folder: Path) -> None:
         plan_all(folder)
@@ -72,9 +79,7 @@ def prepare(config: DeploymentConfig, progress: ShowProgress, say: Say) -> tuple
     if is_from_hub(config.model.path):
         # Other nodes fetch the same commit, whatever becomes of the branch.
         config = config.model_copy(update={"model": config.model.model_copy(update={"revision": folder.name})})
-    plans = plan_all(folder)
-    spec = read_model_spec(folder, config.engine.runner)
-    present = [role for role in Role for _ in range(config.workers.count(role))]
+    spec, plans = plan_all(folder)
     memory = min((plans[role] for role in present), key=lambda plan: plan.max_model_len)
     served_name = config.model.served_name or default_name(config.model.path, folder)
     for text in dict.fromkeys(str(plans[role]) for role in present):

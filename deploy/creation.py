@@ -36,7 +36,6 @@ class WorkerCreator:
             model_folder=self.model_folder,
             served_name=self.served_name,
             channel=self.channel,
-            host=self.config.ingress.host,
         )
         namespace = namespace_of(self.config.name)
         own_host = NodeHost(self.config.ingress.host)

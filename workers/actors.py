@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 
 from pdserve.cluster.base.errors import PdserveError, RankLostError
 from pdserve.cluster.base.logs import configure_logging
@@ -45,7 +44,8 @@ class WorkerActor:
     ) -> None:
         """`own_host` returns where processes of this node listen."""
         _prepare_process()
-        self._plan = replace(plan, host=own_host())
+        self._plan = plan
+        self._host = own_host()
         self._resolve_controller = resolve_controller
         self._worker: object = None
         loop = asyncio.get_running_loop()
@@ -55,7 +55,7 @@ class WorkerActor:
     async def _load_and_serve(self) -> None:
         hosting = await asyncio.to_thread(importlib.import_module, "pdserve.workers.hosting")
         self._worker = await hosting.host_worker(
-            self._plan, self._resolve_controller, self._gang.set_result, _end_process
+            self._plan, self._host, self._resolve_controller, self._gang.set_result, _end_process
         )
 
     async def wait_started(self) -> None:
@@ -79,7 +79,8 @@ class RankActor:
     ) -> None:
         """See WorkerActor."""
         _prepare_process()
-        self._plan = replace(plan, host=own_host())
+        self._plan = plan
+        self._host = own_host()
         self._rank = rank
         self._resolve_leader = resolve_leader
         self._end = asyncio.get_running_loop().create_task(self._follow())
@@ -88,7 +89,7 @@ class RankActor:
         why: PdserveError = RankLostError("it failed to start or to stop")
         try:
             hosting = await asyncio.to_thread(importlib.import_module, "pdserve.workers.hosting")
-            why = await hosting.follow(self._plan, self._rank, self._resolve_leader)
+            why = await hosting.follow(self._plan, self._host, self._rank, self._resolve_leader)
         finally:
             # Whatever happened: a rank without a gang is of no use.
             asyncio.get_running_loop().call_later(LAST_WORDS_S, _end_process, str(why))

@@ -15,9 +15,9 @@ import torch
 from pdserve.cluster.base.clock import Clock
 from pdserve.cluster.base.config import AttentionKind, EngineConfig, StrategyKind
 from pdserve.workers.engine.engine import Engine
+from pdserve.workers.engine.rank_step import Followers
 from pdserve.workers.engine.scheduler import SchedulerSettings
 from pdserve.workers.engine.strategies import Fair, FirstCome, Priority, ShortestPrefill, Strategy
-from pdserve.workers.gang.rank_step import Followers
 from pdserve.workers.kv.host_tier import HostSlots, HostTier
 from pdserve.workers.kv.store import KVStore
 from pdserve.workers.memory_plan import MemoryPlan, device_kv_gib, kv_layout, plan_memory
@@ -68,7 +68,7 @@ def load_rank(
     kv_memory_gib = None
     if device.type == "cuda" and config.kv_memory_gib is None:
         # What the GPU with the least can hold: all ranks have equally many blocks.
-        kv_memory_gib = group.smallest(device_kv_gib(spec, config, *torch.cuda.mem_get_info(device)))
+        kv_memory_gib = group.all_reduce_min(device_kv_gib(spec, config, *torch.cuda.mem_get_info(device)))
     memory = plan_memory(spec, config, max_model_len, kv_memory_gib)
     logger.info("memory: %s", memory)
     # Its other layers abort the process, or cost more, when two threads call kernels at once.

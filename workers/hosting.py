@@ -21,8 +21,9 @@ from pdserve.workers.gang.follower import Follower, FollowerSettings
 from pdserve.workers.gang.leader import GangLeader
 from pdserve.workers.gang.process_ranks import ProcessRank
 from pdserve.workers.kv.copy import make_copier
+from pdserve.workers.model.hub import download
 from pdserve.workers.model.parallel import SOLO, RankGroup
-from pdserve.workers.model.source import is_from_hub, prepare_model
+from pdserve.workers.model.source import prepare_model
 from pdserve.workers.plan import WorkerPlan
 from pdserve.workers.worker import Worker, WorkerSettings
 
@@ -34,11 +35,12 @@ EndProcess = Callable[[str], None]
 
 async def host_worker(
     plan: WorkerPlan,
+    host: str,
     resolve_controller: ResolveEndpoint,
     publish_gang: Callable[[Endpoint], None],
     end_process: EndProcess,
 ) -> Worker:
-    """Return a worker that serves, and registers with the controller.
+    """Return a worker that serves at `host`, and registers with the controller.
 
     With several ranks this is rank 0: `publish_gang` learns where the others find it, and `end_process` ends the
     process, with a cause, when one of them is lost. Raises CheckpointError or ConfigError if its model or its
@@ -46,7 +48,7 @@ async def host_worker(
     """
     if plan.engine.tensor_parallel == 1:
         loaded = await asyncio.to_thread(_load, plan, SOLO)
-        return await _serve(plan, loaded, None, (), resolve_controller, end_process)
+        return await _serve(plan, host, loaded, None, (), resolve_controller, end_process)
     worker: Worker | None = None
 
     def lost(cause: str) -> None:
@@ -55,31 +57,36 @@ async def host_worker(
         else:
             worker.end(cause)
 
-    leader = GangLeader(plan.engine.tensor_parallel, plan.host, plan.channel, SystemClock(), lost)
+    leader = GangLeader(plan.engine.tensor_parallel, host, plan.channel, SystemClock(), lost)
     publish_gang(await leader.listen())
     timeout_s = plan.config.workers.start_timeout_s
-    store, key = await leader.form(timeout_s)
-    load = partial(_meet_and_load, plan, store, 0, plan.engine.tensor_parallel, key=key, host=plan.host)
-    loaded = await leader.unless_failed(asyncio.to_thread(load))
-    notes = await leader.wait_ready(timeout_s)
-    worker = await _serve(plan, loaded, leader, notes, resolve_controller, end_process)
+    try:
+        store, key = await leader.form(timeout_s)
+        load = partial(_meet_and_load, plan, store, 0, plan.engine.tensor_parallel, key=key, host=host)
+        loaded = await leader.unless_failed(asyncio.to_thread(load))
+        notes = await leader.wait_ready(timeout_s)
+        worker = await _serve(plan, host, loaded, leader, notes, resolve_controller, end_process)
+    except BaseException:
+        await leader.stop()
+        raise
     return worker
 
 
-async def follow(plan: WorkerPlan, rank: int, resolve_leader: ResolveEndpoint) -> PdserveError:
-    """Be a rank other than 0 until something ends it; return why."""
+async def follow(plan: WorkerPlan, host: str, rank: int, resolve_leader: ResolveEndpoint) -> PdserveError:
+    """Be a rank other than 0, at `host`, until something ends it; return why."""
 
-    def load(store: Any, key: str, host: str, num_ranks: int) -> LoadedRank:
-        return _meet_and_load(plan, store, rank, num_ranks, key=key, host=host)
+    def load(store: Any, key: str, own_address: str, num_ranks: int) -> LoadedRank:
+        return _meet_and_load(plan, store, rank, num_ranks, key=key, host=own_address)
 
     settings = FollowerSettings(
         rank=rank,
-        host=plan.host,
+        host=host,
         channel=plan.channel,
         transfer=plan.config.transfer,
         clock=SystemClock(),
         engine=plan.engine,
         num_threads=plan.num_threads,
+        join_timeout_s=plan.config.workers.start_timeout_s,
     )
     return await Follower(settings, load, resolve_leader).run()
 
@@ -112,10 +119,10 @@ def _load(plan: WorkerPlan, group: RankGroup) -> LoadedRank:
 def _folder_on_this_node(plan: WorkerPlan) -> Path:
     """Return the model's folder; on a node other than the one that started the deployment it may have to be made."""
     folder, model = Path(plan.model_folder), plan.config.model
-    # One that is downloaded exists before it is whole.
-    if folder.exists() and not is_from_hub(model.path):
-        return folder
-    return prepare_model(model.path, cache_dir(), _log_progress, model.revision)
+    if model.revision is not None:
+        # A hub id, and the commit that was found. What is being downloaded exists before it is whole.
+        return download(model.path, model.revision, cache_dir(), _log_progress)
+    return folder if folder.exists() else prepare_model(model.path, cache_dir(), _log_progress)
 
 
 def _log_progress(stage: str, share: float) -> None:
@@ -124,6 +131,7 @@ def _log_progress(stage: str, share: float) -> None:
 
 async def _serve(
     plan: WorkerPlan,
+    host: str,
     loaded: LoadedRank,
     leader: GangLeader | None,
     notes: tuple[str, ...],
@@ -144,7 +152,7 @@ async def _serve(
     copier = make_copier(loaded.store)
     await asyncio.to_thread(copier.warm_up)
     settings = WorkerSettings(
-        host=plan.host,
+        host=host,
         channel=plan.channel,
         transfer=plan.config.transfer,
         copiers=(copier,),

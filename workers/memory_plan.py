@@ -99,6 +99,8 @@ def _weights_bytes(spec: ModelSpec, engine: EngineConfig) -> int:
 
 
 def _embedding_bytes(spec: ModelSpec, engine: EngineConfig) -> int:
+    if spec.num_weights is not None:
+        return 0  # among the weights
     return spec.vocab_size * spec.hidden_size * 2 // engine.tensor_parallel
 
 
@@ -232,5 +234,7 @@ def _cgroup_bytes(name: str) -> int | None:
 
 
 def _matrix_values(spec: ModelSpec) -> int:
+    if spec.num_weights is not None:
+        return spec.num_weights
     per_layer = spec.qkv_size * spec.hidden_size + spec.num_heads * spec.head_dim * spec.hidden_size
     return spec.num_layers * per_layer + spec.num_mlp_values + spec.vocab_size * spec.hidden_size

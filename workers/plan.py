@@ -18,8 +18,6 @@ class WorkerPlan:
     model_folder: str
     served_name: str
     channel: ChannelSettings
-    host: str
-    """Address of the node that a process of it runs on: where that process listens."""
 
     @property
     def engine(self) -> EngineConfig:

@@ -113,7 +113,7 @@ class EngineConfig(_Section):
     that passes its self-test. numba: cpu, bitwise class. torch: the reference, any device, tolerance class."""
     numerics: NumericsKind = NumericsKind.DEFAULT
     """invariant: on cuda too a token's bits do not depend on its batch (attention without splits, products in fixed
-    tiles, sums over ranks in order), which is slower; experimental. On cpu the default is."""
+    tiles, sums over ranks in order), which is slower; experimental. On cpu the default has this property already."""
     num_threads: int = Field(default=0, ge=0)
     """Threads of a worker's engine; 0 means the cores of `workers.num_cpus`."""
     block_size: int = Field(default=16, ge=16, multiple_of=16)
@@ -180,6 +180,15 @@ class EngineConfig(_Section):
             raise ValueError(f"engine.attention {self.attention}: on cuda only")
         if is_cuda and self.host_memory_gib:
             raise ValueError("engine.host_memory_gib: not on cuda yet")
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_invariant(self) -> "EngineConfig":
+        if self.numerics is NumericsKind.INVARIANT:
+            if self.runner is RunnerKind.TRANSFORMERS:
+                raise ValueError("engine.numerics invariant: not with engine.runner transformers")
+            if self.attention in (AttentionKind.TORCH, AttentionKind.FLASHINFER):
+                raise ValueError(f"engine.numerics invariant: not with engine.attention {self.attention}")
         return self
 
     @model_validator(mode="after")

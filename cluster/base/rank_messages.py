@@ -1,7 +1,7 @@
 """Messages between rank 0 of a worker and its other ranks; in rank 0's own process they are handed over as they are.
 
-    rank → rank 0    JoinGang, RankReady, RankFailed, RankBeat
-    rank 0 → rank    FormGang, StartHandoff
+    rank → rank 0    JoinGang, RankReady, RankFailed, RankHeartbeat
+    rank 0 → rank    FormGang, StartHandoff, RankHeartbeat
 
 Rank 0 holds the channels to other workers and decides; a rank owns its links and copies its own KV (handoff.md, I9).
 
@@ -80,10 +80,11 @@ class RankFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankBeat:
-    """How many steps the rank has done; sent all the time."""
+class RankHeartbeat:
+    """Sent all the time, both ways."""
 
     num_steps: int
+    """How many steps the rank has done; of rank 0, whose own do not matter, 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +115,8 @@ class RankCount:
 class RankState:
     """What a rank holds of the hand-off, for gauges and leak checks; sent when it has changed."""
 
-    num_held: int
-    """Chunks sent and not credited, waiting for a link, or landed; transfers expected or bound; steps not released."""
+    is_idle: bool
+    """No chunk is on its way, waits for a link or has landed; no transfer is known."""
     num_lent_slots: int
 
 
@@ -181,7 +182,7 @@ class DropExport:
 
     transfer: TransferId
     last_end: int
-    """End token of the last step that names it: orders and steps come on two paths."""
+    """End token of the last step that names it: steps and orders arrive on separate connections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,7 +337,7 @@ RANK_MESSAGES = (
     FormGang,
     RankReady,
     RankFailed,
-    RankBeat,
+    RankHeartbeat,
     StartHandoff,
     *HANDOFF_ORDERS,
     PairBroken,
@@ -355,4 +356,4 @@ RANK_MESSAGES = (
     NoLinkLeft,
 )
 """In the order of their codes on the wire."""
-RankMessage = JoinGang | FormGang | RankReady | RankFailed | RankBeat | StartHandoff | HandoffOrder | HandoffReport
+RankMessage = JoinGang | FormGang | RankReady | RankFailed | RankHeartbeat | StartHandoff | HandoffOrder | HandoffReport

@@ -167,10 +167,9 @@ class Controller:
         try:
             await self._launcher.wait_ended(worker_id, rank)
         except ray.exceptions.RayError as error:
-            raised = getattr(error, "cause", None) or f"rank {rank}: its process died"
-            is_permanent = isinstance(raised, ClientError)
-            instructions = self._membership.failed_to_start(worker_id, str(raised), is_permanent=is_permanent)
-            for instruction in instructions or self._membership.failed(worker_id, str(raised)):
+            cause, is_permanent = _cause_of(error, f"rank {rank}: its process died")
+            instructions = self._membership.failed_to_start(worker_id, cause, is_permanent=is_permanent)
+            for instruction in instructions or self._membership.failed(worker_id, cause):
                 await self._execute(instruction)
 
     async def _watch_start(self, worker_id: WorkerId) -> None:
@@ -178,9 +177,7 @@ class Controller:
         try:
             await self._launcher.wait_started(worker_id)
         except ray.exceptions.RayError as error:
-            raised = getattr(error, "cause", None) or error
-            cause = str(raised).strip().splitlines()[-1]
-            is_permanent = isinstance(raised, ClientError)
+            cause, is_permanent = _cause_of(error, str(error))
             for instruction in self._membership.failed_to_start(worker_id, cause, is_permanent=is_permanent):
                 await self._execute(instruction)
 
@@ -325,6 +322,12 @@ class Controller:
         scrape = self._scrapes.pop(number, None)
         if scrape is not None:
             self._post(scrape.channel, MetricsAnswer(query_id=scrape.query_id, texts=tuple(scrape.texts)))
+
+
+def _cause_of(error: ray.exceptions.RayError, death: str) -> tuple[str, bool]:
+    """Return what a worker's call raised, or `death` if its process ended; and if another start would end so too."""
+    raised = getattr(error, "cause", None)
+    return str(raised or death).strip().splitlines()[-1], isinstance(raised, ClientError)
 
 
 class _Search:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import (
     AutoModelForCausalLM,
     BartConfig,
@@ -30,6 +31,7 @@ from pdserve.cluster.base.config import AttentionKind, EngineConfig, LinearKind,
 from pdserve.cluster.base.errors import CheckpointError
 from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.cluster.base.worker_info import NumericsClass
+from pdserve.workers.memory_plan import plan_memory
 from pdserve.workers.model.fallback_spec import read_fallback_spec
 from pdserve.workers.model.families import read_spec
 from support.checkpoints import make_tokenizer, save_checkpoint
@@ -126,6 +128,7 @@ def test_a_family_of_our_own_runs_there_too_with_windows_caps_and_sinks(tmp_path
         folder = save_checkpoint(tmp_path / family, family)
         spec, own = read_fallback_spec(folder), read_spec(folder)
         assert [group.window for group in spec.groups] == [group.window for group in own.groups]
+        assert (spec.attention_softcap, spec.has_sinks) == (own.attention_softcap, own.has_sinks)
         engine = make_engine(folder, runner=RunnerKind.TRANSFORMERS).engine
         prompts, model = prompts_of([90, 33]), oracle(folder)
         outputs = run(engine, [make_request(str(i), prompt, max_tokens=20) for i, prompt in enumerate(prompts)])
@@ -220,6 +223,15 @@ def test_what_it_would_compute_wrongly_is_refused_when_it_is_loaded(tmp_path: Pa
     folder = save_other(tmp_path / "model", config)
     with pytest.raises(CheckpointError, match="texts that are computed together differ"):
         make_engine(folder, runner=RunnerKind.TRANSFORMERS)
+
+
+def test_the_memory_arithmetic_counts_every_expert(tmp_path: Path) -> None:
+    folder = save_other(tmp_path / "moe", OTHERS["qwen2_moe"])
+    config = EngineConfig(runner=RunnerKind.TRANSFORMERS, linear=LinearKind.FP32, kv_memory_gib=0.02)
+    plan = plan_memory(read_fallback_spec(folder), config, None)
+    with safe_open(folder / "model.safetensors", "pt") as weights:
+        stored = sum(weights.get_tensor(name).numel() for name in weights.keys())  # noqa: SIM118 — no mapping
+    assert plan.weights_bytes + plan.embedding_bytes == 4 * stored
 
 
 def test_settings_that_it_does_not_follow_are_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 from pdserve.cluster.base.clock import SystemClock
 from pdserve.cluster.base.errors import ConfigError, RankLostError
 from pdserve.cluster.base.messages import Message
-from pdserve.cluster.base.rank_messages import FormGang, JoinGang, RankBeat, RankFailed, RankReady
+from pdserve.cluster.base.rank_messages import FormGang, JoinGang, RankFailed, RankHeartbeat, RankReady
 from pdserve.cluster.base.wire import Channel, ChannelClient, ChannelSettings
 from pdserve.cluster.base.worker_info import Endpoint
 from pdserve.kvtransfer.transports.data_port import connect_data
@@ -44,7 +44,7 @@ class Rank:
     def message_received(self, channel: Channel, message: Message) -> None:
         if isinstance(message, FormGang):
             self._connecting = asyncio.create_task(self._connect(message, channel))
-        elif isinstance(message, RankBeat):
+        elif isinstance(message, RankHeartbeat):
             self.has_beat.set()
 
     async def _connect(self, message: FormGang, channel: Channel) -> None:
@@ -105,7 +105,7 @@ async def test_what_rank_0_does_meanwhile_ends_with_the_failure_of_another_rank(
 
 async def test_ranks_are_told_at_once_that_rank_0_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     # A rank 0 that freezes in its first moment of service is found like any other.
-    monkeypatch.setattr("pdserve.workers.gang.leader.BEAT_S", 60.0)
+    monkeypatch.setattr("pdserve.workers.gang.leader.HEARTBEAT_S", 60.0)
     async with formed_gang([]) as (leader, rank):
         await leader.wait_ready(WAIT_S)
         leader.watch(lambda: 0.0)
@@ -113,13 +113,16 @@ async def test_ranks_are_told_at_once_that_rank_0_is_watched(monkeypatch: pytest
             await rank.has_beat.wait()
 
 
-async def test_what_is_done_already_comes_back_whatever_failed_since() -> None:
+async def test_what_is_done_already_comes_back_whatever_has_failed() -> None:
     async with formed_gang([]) as (leader, rank):
+        done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        done.set_result("loaded before")
         assert await leader.unless_failed(asyncio.sleep(0, "loaded")) == "loaded"
         with pytest.raises(ValueError, match="no such file"):
             await leader.unless_failed(fail())
         await rank.leave()
         await until_failed(leader)
+        assert await leader.unless_failed(done) == "loaded before"
 
 
 async def fail() -> None:

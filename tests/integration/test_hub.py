@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.workers.model.hub import progress_bar
 from support.checkpoints import save_checkpoint
 from support.hub_server import HubServer, running_hub
 
@@ -20,7 +21,7 @@ from pdserve.workers.hosting import _folder_on_this_node
 from pdserve.workers.plan import WorkerPlan
 
 config = DeploymentConfig.model_validate({"model": {"path": "org/tiny", "revision": sys.argv[2]}})
-names = {"worker_id": "mixed-0", "role": "mixed", "served_name": "", "host": ""}
+names = {"worker_id": "mixed-0", "role": "mixed", "served_name": ""}
 print(_folder_on_this_node(WorkerPlan(config=config, model_folder=sys.argv[1], channel=None, **names)))
 """
 
@@ -102,6 +103,17 @@ def test_a_download_that_was_interrupted_is_finished_by_who_comes_next(hub: HubS
     )
     assert done.stdout.strip() == folder, done.stderr
     assert weights.is_file()
+
+
+def test_progress_goes_up_to_the_whole_over_all_files() -> None:
+    seen: list[float] = []
+    bars = progress_bar("downloading", lambda stage, share: seen.append(share))
+    bytes_bar, files_bar = bars(total=1000), bars(total=4)
+    for _ in range(4):
+        files_bar.update(1)
+        bytes_bar.update(125)
+    bytes_bar.update(500)
+    assert seen == [0.25, 0.5, 0.75, 1.0]
 
 
 def test_a_revision_is_another_folder(hub: HubServer, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Tensor parallelism with ranks as threads: greedy tokens equal one rank's, equal numbers of ranks are bitwise."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from pdserve.cluster.base.request import Request, TokenBias, TokenDelta
 from pdserve.cluster.base.worker_info import NumericsClass
 from pdserve.workers.assembly import AssembledEngine
 from pdserve.workers.engine.engine import Engine
-from pdserve.workers.gang.rank_step import RankStep
+from pdserve.workers.engine.plan import ForwardPlan, StepOutput, StepPlan
+from pdserve.workers.engine.rank_step import Copies, Exported, RankStep
 from pdserve.workers.memory_plan import plan_memory
 from pdserve.workers.model.families import read_spec
+from pdserve.workers.model.runner import OnLayer, TransformerRunner
 from support.bits import Logits, RecordingRunner, assert_same_bits, make_seeded_requests
 from support.checkpoints import FAMILIES, make_config, save_checkpoint
 from support.engines import make_engine, make_request, prompts_of, run
@@ -143,17 +146,19 @@ def chosen_logprobs(delta: TokenDelta) -> list[float]:
 
 
 def test_ranks_agree_about_every_step(shared_checkpoints: Callable[[str], Path]) -> None:
-    # B085: 60 requests that draw, with aborts at random steps; each rank notes what it computes.
-    seen: dict[int, list[int]] = {1: [], 2: [], 3: []}
+    # B085: 60 requests that draw, with aborts at random steps; each rank notes what it is to compute, rank 0 too.
+    seen: dict[int, list[int]] = {0: [], 1: [], 2: [], 3: []}
 
     def note(rank: int, step: RankStep) -> None:
-        plan = step.forward
-        arrays = (plan.token_ids, plan.positions, plan.row_starts, *plan.block_tables, step.is_whole)
-        seen[rank].append(hash(tuple(array.tobytes() for array in arrays)))
+        if step.forward is not None and not step.wants_logits:
+            seen[rank].append(hash_of(step.forward))
 
     rng = np.random.default_rng(0)
     with running_gang(shared_checkpoints("llama"), 4, on_step=note, max_running=6, kv_memory_gib=0.01) as gang:
         engine = gang.assembled.engine
+        for notes in seen.values():
+            notes.clear()  # the self-test's
+        engine.runner = NotingRunner(gang.assembled.runner, seen[0])
         for number, prompt in enumerate(prompts_of(rng.integers(1, 60, 60).tolist())):
             engine.scheduler.add(make_request(str(number), prompt, temperature=1.0, seed=number, max_tokens=20))
         while engine.has_work:
@@ -162,8 +167,66 @@ def test_ranks_agree_about_every_step(shared_checkpoints: Callable[[str], Path])
                 engine.scheduler.abort(RequestId(str(rng.integers(60))), 0)
             engine.scheduler.validate()
         assert engine.pool.is_all_free
-    assert len(seen[1]) > 100
-    assert seen[1] == seen[2] == seen[3]
+    assert len(seen[0]) > 100
+    assert seen[0] == seen[1] == seen[2] == seen[3]
+
+
+def hash_of(plan: ForwardPlan) -> int:
+    arrays = (plan.token_ids, plan.positions, plan.row_starts, *plan.block_tables)
+    return hash(tuple(array.tobytes() for array in arrays))
+
+
+class NotingRunner:
+    """Notes the plans of rank 0. See ModelRunner."""
+
+    def __init__(self, runner: TransformerRunner, seen: list[int]) -> None:
+        self._runner = runner
+        self._seen = seen
+
+    def bind_thread(self) -> None:
+        self._runner.bind_thread()
+
+    def copy_block(self, group: int, source: int, target: int) -> None:
+        self._runner.copy_block(group, source, target)
+
+    def settle(self, copies: Copies) -> None:
+        self._runner.settle(copies)
+
+    def execute(
+        self, plan: StepPlan, on_layer: OnLayer | None = None, exported: Exported = (), copies: Copies = ()
+    ) -> StepOutput:
+        self._seen.append(hash_of(plan))
+        return self._runner.execute(plan, on_layer, exported, copies)
+
+
+def test_a_step_without_logits_ends_when_every_rank_has_ended_it(shared_checkpoints: Callable[[str], Path]) -> None:
+    # Else the blocks of a prompt that is dropped now could be bound to a transfer while a slow rank still writes.
+    is_held, may_go = threading.Event(), threading.Event()
+    last_layer = 3
+
+    def hold(rank: int, step: RankStep) -> Callable[[int], None] | None:
+        if step.forward is None or step.num_sampled or step.forward.num_tokens != 64:
+            return None
+
+        def on_layer(layer: int) -> None:
+            if layer == last_layer:
+                is_held.set()
+                assert may_go.wait(60)
+
+        return on_layer
+
+    with running_gang(shared_checkpoints("llama"), 2, on_step=hold, max_batch_tokens=64) as gang:
+        engine = gang.assembled.engine
+        assert gang.assembled.model.spec.num_layers == last_layer + 1
+        engine.scheduler.add(make_request("long", prompts_of([100])[0], max_tokens=1))
+        stepping = threading.Thread(target=engine.step)
+        stepping.start()
+        assert is_held.wait(60)
+        stepping.join(0.3)
+        assert stepping.is_alive(), "rank 0 is done while another rank writes KV"
+        may_go.set()
+        stepping.join(60)
+        assert not stepping.is_alive()
 
 
 @pytest.mark.parametrize(

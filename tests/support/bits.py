@@ -14,10 +14,10 @@ from pdserve.cluster.base.request import Request
 from pdserve.workers.assembly import AssembledEngine
 from pdserve.workers.engine.engine import Engine
 from pdserve.workers.engine.plan import StepOutput, StepPlan
+from pdserve.workers.engine.rank_step import Copies, Exported
 from pdserve.workers.engine.sampler import sample_rows
 from pdserve.workers.engine.scheduler import SchedulerSettings
 from pdserve.workers.engine.strategies import Strategy
-from pdserve.workers.gang.rank_step import Copies, Exported
 from pdserve.workers.kv.host_tier import HostTier
 from pdserve.workers.kv.store import KVStore
 from pdserve.workers.memory_plan import kv_layout

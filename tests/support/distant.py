@@ -13,7 +13,7 @@ from pdserve.cluster.base.rank_messages import HandoffOrder
 from pdserve.cluster.base.wire import ChannelSettings
 from pdserve.cluster.base.worker_info import Role
 from pdserve.workers.engine.plan import StepOutput, StepPlan
-from pdserve.workers.gang.rank_step import Copies, Exported
+from pdserve.workers.engine.rank_step import Copies, Exported
 from pdserve.workers.handoff.ranks import LocalRanks
 from pdserve.workers.handoff.settings import RankPort, Report
 from pdserve.workers.handoff.sink_rank import SinkRank

@@ -12,9 +12,9 @@ from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.cluster.base.request import FinishReason, Request, SamplingParams, forks_of
 from pdserve.workers.assembly import AssembledEngine, assemble_engine
 from pdserve.workers.engine.engine import Engine
+from pdserve.workers.engine.rank_step import Followers
 from pdserve.workers.engine.scheduler import SchedulerSettings
 from pdserve.workers.engine.strategies import Strategy
-from pdserve.workers.gang.rank_step import Followers
 from pdserve.workers.kv.host_tier import HostTier
 from pdserve.workers.model.digest import DigestModel, DigestRunner
 from pdserve.workers.model.parallel import SOLO, RankGroup

@@ -15,7 +15,8 @@ from pdserve.cluster.base.ids import Incarnation
 from pdserve.cluster.base.wire import ChannelSettings
 from pdserve.cluster.base.worker_info import Role
 from pdserve.workers.assembly import AssembledEngine, LoadedRank, load_rank, make_follower
-from pdserve.workers.gang.rank_step import RankStep
+from pdserve.workers.engine.rank_step import RankStep
+from pdserve.workers.gang.step_codec import decode_step, encode_step
 from pdserve.workers.handoff.ranks import LocalRanks
 from pdserve.workers.handoff.settings import RankPort, Report
 from pdserve.workers.kv.copy import BlockCopier
@@ -60,11 +61,12 @@ class _Queues:
     def __init__(self, followers: Sequence[_Follower]) -> None:
         self._followers = followers
 
-    def lead(self, step: RankStep) -> None:
+    def broadcast(self, step: RankStep) -> None:
         for follower in self._followers:
             if follower.error is not None:
                 raise RankLostError(str(follower.error)) from follower.error
-            follower.steps.put(step)
+            # As over a link: no rank sees what another one holds.
+            follower.steps.put(decode_step(encode_step(step)))
 
 
 @dataclass(frozen=True, slots=True)

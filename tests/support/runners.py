@@ -6,7 +6,7 @@ import threading
 from pdserve.cluster.base.kv_layout import ChunkRange, KVDtype
 from pdserve.workers.engine.engine import Engine
 from pdserve.workers.engine.plan import NO_TOKEN, Int32, StepOutput, StepPlan
-from pdserve.workers.gang.rank_step import Copies, Exported
+from pdserve.workers.engine.rank_step import Copies, Exported
 from pdserve.workers.kv.copy import BlockCopier
 from pdserve.workers.kv.store import KVStore
 from pdserve.workers.model.digest import DigestModel, DigestRunner

@@ -22,6 +22,8 @@ from pdserve.workers.kv.rows import encode_rows
 
 logger = logging.getLogger(__name__)
 
+INVARIANT = (AttentionKind.VARLEN, AttentionKind.TRITON)
+"""On CUDA: those that can split every text alike, whatever its neighbours."""
 TOLERANCE = 0.03
 """Of bf16 results against fp32 ones, for values of magnitude 1."""
 
@@ -67,7 +69,9 @@ def choose_attention(
         except Exception as error:  # noqa: BLE001 — a library may raise anything; the next one is tried
             fault = f"{type(error).__name__}: {error}".splitlines()[0]
         if fault is None:
-            return ChosenAttention(backend=backend, kind=candidate, is_invariant=is_invariant)
+            return ChosenAttention(
+                backend=backend, kind=candidate, is_invariant=is_invariant and candidate in INVARIANT
+            )
         logger.info("attention backend %s is passed by: %s", candidate, fault)
         notes.append(f"attention {candidate}: {fault}")
     raise ConfigError(f"engine.attention {kind}: no backend works here: {'; '.join(notes)}")

@@ -1,4 +1,4 @@
-"""Paged attention by FlashInfer, where it is installed: the quickest backend on CUDA. Our blocks are its pages (HND).
+"""Paged attention by FlashInfer, where it is installed: the first choice on CUDA. Our blocks are its pages (HND).
 
 Its plan is made once per step and KV group, on the host, and shared by the layers. KV in bf16, fp16 or fp8. Not run on
 a GPU yet: the self-test at load decides whether it is used (choice.py).

@@ -20,8 +20,8 @@ import torch
 from pdserve.workers.attention.protocol import AttentionParameters, StepMetadata
 from pdserve.workers.kv.row_kernels import decode_halves
 from pdserve.workers.kv.rows import row_scales
-from pdserve.workers.model.numba_mixture import capped
 from pdserve.workers.model.scalar_math import exp32
+from pdserve.workers.model.softcap import capped
 
 TILE = 32
 NO_SINKS = np.empty(0, np.float32)

@@ -10,10 +10,10 @@ from pdserve.cluster.base.request import TokenDelta
 from pdserve.workers.engine.block_pool import BlockPool, Counts
 from pdserve.workers.engine.pending_copies import PendingCopies
 from pdserve.workers.engine.plan import StepPlan
+from pdserve.workers.engine.rank_step import BlockCopy, CopyKind, Exported
 from pdserve.workers.engine.scheduler import PlannedPrefill, Scheduler, SchedulerSettings
 from pdserve.workers.engine.step_model import StepModel, StepShape
 from pdserve.workers.engine.strategies import Strategy
-from pdserve.workers.gang.rank_step import BlockCopy, CopyKind, Exported
 from pdserve.workers.kv.host_tier import HostTier
 from pdserve.workers.model.runner import ModelRunner
 

@@ -7,7 +7,7 @@ another path than its steps. So both are pinned meanwhile.
 import numpy as np
 
 from pdserve.workers.engine.block_pool import BlockPool
-from pdserve.workers.gang.rank_step import BlockCopy, CopyKind
+from pdserve.workers.engine.rank_step import BlockCopy, CopyKind
 
 
 class PendingCopies:

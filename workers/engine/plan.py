@@ -120,7 +120,7 @@ class StepPlan(ForwardPlan):
     scored: ScoredTokens | None = None
 
     @property
-    def output_tokens(self) -> Int32:
+    def logits_indices(self) -> Int32:
         """[S + Q] tokens whose hidden state is wanted: those sampled from, then those that score the next one."""
         sampled = self.row_starts[self.sample_rows + 1] - 1
         if self.scored is None:

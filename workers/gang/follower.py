@@ -30,8 +30,8 @@ from pdserve.cluster.base.rank_messages import (
     FormGang,
     HandoffOrder,
     JoinGang,
-    RankBeat,
     RankFailed,
+    RankHeartbeat,
     RankReady,
     StartHandoff,
 )
@@ -41,8 +41,8 @@ from pdserve.kvtransfer.transports.data_port import connect_data
 from pdserve.kvtransfer.transports.endpoint import parse_endpoint
 from pdserve.kvtransfer.transports.torch_store import open_store, own_address
 from pdserve.workers.assembly import LoadedRank, make_follower
-from pdserve.workers.gang.beats import BEAT_S, SILENCE_S, AwakeTime
-from pdserve.workers.gang.rank_step import RankStep
+from pdserve.workers.engine.rank_step import RankStep
+from pdserve.workers.gang.heartbeats import HEARTBEAT_S, SILENCE_S, AwakeTime
 from pdserve.workers.gang.step_link import StepReceiver
 from pdserve.workers.handoff.exports import RankExporter
 from pdserve.workers.handoff.ranks import LocalRanks
@@ -51,7 +51,6 @@ from pdserve.workers.kv.copy import Copier, make_copier
 logger = logging.getLogger(__name__)
 
 HANDOFF_ORDERS = get_args(HandoffOrder)
-JOIN_TIMEOUT_S = 60.0
 EXPORTER_S = 10.0
 
 
@@ -82,6 +81,8 @@ class FollowerSettings:
     clock: Clock
     engine: EngineConfig
     num_threads: int
+    join_timeout_s: float
+    """How long to look for rank 0."""
 
 
 class Follower:
@@ -98,7 +99,7 @@ class Follower:
         self._client = ChannelClient(settings.channel, self, resolve_leader, name="rank 0")
         self._forming: asyncio.Task[None] | None = None
         self._handoff: LocalRanks | None = None
-        self._is_handing_off = asyncio.Event()
+        self._is_handing_off = False
         self._orders: list[HandoffOrder] = []
         self._exporter: RankExporter | None = None
         self._copier: Copier | None = None
@@ -152,7 +153,7 @@ class Follower:
                 self._forming = self._loop.create_task(self._form(message), name="forming")
             case StartHandoff() if self._handoff is None and self._copier is not None:
                 self._start_handoff(message, self._copier)
-            case RankBeat():
+            case RankHeartbeat():
                 self._is_watched = True
             case _ if isinstance(message, HANDOFF_ORDERS) and self._handoff is not None:
                 self._obey(message)
@@ -175,7 +176,11 @@ class Follower:
         except Exception as error:
             # The barrier of this task: rank 0 is told, and the process ends.
             logger.exception("this rank cannot start")
-            self._fail(str(error) or type(error).__name__, is_permanent=isinstance(error, ClientError))
+            self._fail(
+                str(error) or type(error).__name__,
+                is_permanent=isinstance(error, ClientError),
+                is_consequence=isinstance(error, RankLostError),
+            )
 
     async def _join_group(self, message: FormGang) -> None:
         settings = self._settings
@@ -207,7 +212,7 @@ class Follower:
             # The barrier of this thread: the rank's failure is the worker's.
             logger.exception("the rank failed")
             cause, is_consequence = f"{type(error).__name__}: {error}", isinstance(error, RankLostError)
-        self._loop.call_soon_threadsafe(self._steps_ended, cause, is_consequence)
+        self._loop.call_soon_threadsafe(partial(self._fail, cause, is_consequence=is_consequence))
 
     def _announcing(self, step: RankStep) -> Callable[[int], None] | None:
         """Return what is to be called at each layer of the step."""
@@ -220,13 +225,10 @@ class Follower:
         self._exporter.begin_step(step.exported)
         return self._exporter.layer_done
 
-    def _steps_ended(self, cause: str, is_consequence: bool) -> None:
-        self._fail(cause, is_consequence=is_consequence)
-
     def _fail(self, cause: str, *, is_permanent: bool = False, is_consequence: bool = False) -> None:
         self._post(RankFailed(cause=cause, is_permanent=is_permanent, is_consequence=is_consequence))
         # A moment for the message; rank 0 ends the gang, and its channel with it.
-        self._loop.call_later(BEAT_S, partial(self._end, cause, is_permanent=is_permanent))
+        self._loop.call_later(HEARTBEAT_S, partial(self._end, cause, is_permanent=is_permanent))
 
     # The hand-off.
 
@@ -243,31 +245,33 @@ class Follower:
     async def _begin(self, ranks: LocalRanks) -> None:
         try:
             await ranks.start()
-        except OSError as error:
-            self._fail(str(error))
+        except Exception as error:
+            # The barrier of this task: rank 0 is told, and the process ends.
+            logger.exception("this rank cannot take part in the hand-off")
+            self._fail(str(error) or type(error).__name__)
             return
         orders, self._orders = self._orders, []
         for order in orders:
             ranks.ports[0].post(order)
-        self._is_handing_off.set()
+        self._is_handing_off = True
 
     def _obey(self, order: HandoffOrder) -> None:
         assert self._handoff is not None, "asked before"
-        if self._is_handing_off.is_set():
+        if self._is_handing_off:
             self._handoff.ports[0].post(order)
         else:
             self._orders.append(order)
 
-    # Beats.
+    # Heartbeats.
 
     async def _beat(self) -> None:
         start_time = self._settings.clock.now()
         while True:
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(HEARTBEAT_S)
             now = self._settings.clock.now()
             awake = self._awake.looked(now)
-            self._post(RankBeat(num_steps=self._num_steps))
-            if self._channel is None and now - start_time > JOIN_TIMEOUT_S:
-                self._end(f"rank 0 was not found in {JOIN_TIMEOUT_S:g} s")
+            self._post(RankHeartbeat(num_steps=self._num_steps))
+            if self._channel is None and now - start_time > self._settings.join_timeout_s:
+                self._end(f"rank 0 was not found in {self._settings.join_timeout_s:g} s")
             if self._is_watched and awake - self._heard_time > SILENCE_S:
                 self._end(f"rank 0 is silent for {awake - self._heard_time:.1f} s")

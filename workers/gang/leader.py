@@ -19,8 +19,8 @@ from pdserve.cluster.base.rank_messages import (
     HandoffOrder,
     HandoffReport,
     JoinGang,
-    RankBeat,
     RankFailed,
+    RankHeartbeat,
     RankReady,
     RankState,
     StartHandoff,
@@ -30,8 +30,8 @@ from pdserve.cluster.base.worker_info import Endpoint, Role
 from pdserve.kvtransfer.transports.data_port import DataPort, prepare_socket
 from pdserve.kvtransfer.transports.endpoint import format_endpoint
 from pdserve.kvtransfer.transports.torch_store import TorchStore
-from pdserve.workers.gang.beats import BEAT_S, Beats
-from pdserve.workers.gang.rank_step import RankStep
+from pdserve.workers.engine.rank_step import RankStep
+from pdserve.workers.gang.heartbeats import HEARTBEAT_S, Heartbeats
 from pdserve.workers.gang.step_link import StepSender
 from pdserve.workers.handoff.settings import RankPort, Report
 
@@ -51,7 +51,7 @@ class RemoteRank:
         self.rank = rank
         self.joined: asyncio.Future[Channel] = loop.create_future()
         self.ready: asyncio.Future[RankReady] = loop.create_future()
-        self._state = RankState(num_held=0, num_lent_slots=0)
+        self._state = RankState(is_idle=True, num_lent_slots=0)
 
     def post(self, order: HandoffOrder) -> None:
         """See RankPort."""
@@ -71,7 +71,7 @@ class RemoteRank:
     @property
     def is_idle(self) -> bool:
         """See RankPort."""
-        return self._state.num_held == 0
+        return self._state.is_idle
 
     @property
     def num_lent_slots(self) -> int:
@@ -98,7 +98,7 @@ class GangLeader:
         self._failed: asyncio.Future[PdserveError] = self._loop.create_future()
         self._num_led = 0
         self._steps: StepSender | None = None
-        self._beats: Beats | None = None
+        self._beats: Heartbeats | None = None
         self._predicted_s: Callable[[], float] = lambda: 0.0
         self._watcher: asyncio.Task[None] | None = None
         self._report: Report | None = None
@@ -130,6 +130,7 @@ class GangLeader:
         for connection in sockets.values():
             prepare_socket(connection)
         self._steps = StepSender(sockets)
+        await self._port.stop()
         return store, self._key
 
     async def wait_ready(self, timeout_s: float) -> tuple[str, ...]:
@@ -155,10 +156,11 @@ class GangLeader:
     def watch(self, predicted_s: Callable[[], float]) -> None:
         """Begin to look for ranks that hang; `predicted_s` says how long a step takes now."""
         self._predicted_s = predicted_s
-        self._beats = Beats(len(self._ranks) + 1, self._clock.now(), self._num_led)
+        self._beats = Heartbeats(len(self._ranks) + 1, self._clock.now(), self._num_led)
         # From the first one on the ranks watch too: they are not to wait for it while rank 0 serves already.
         self._send_beats()
         self._watcher = self._loop.create_task(self._watch(), name="gang beats")
+        self._watcher.add_done_callback(self._watch_ended)
         if self._failed.done():
             # Between the last wait and this.
             self._on_lost(str(self._failed.result()))
@@ -181,13 +183,13 @@ class GangLeader:
 
     # See Followers: on the engine thread.
 
-    def lead(self, step: RankStep) -> None:
+    def broadcast(self, step: RankStep) -> None:
         """Send a step to each of them."""
         assert self._steps is not None, "the gang has formed"
         self._num_led += 1
         if self._beats is not None:
             self._beats.led(self._clock.now())
-        self._steps.lead(step)
+        self._steps.broadcast(step)
 
     # See Gang.
 
@@ -224,7 +226,7 @@ class GangLeader:
                     rank.ready.set_result(message)
             case RankFailed():
                 self._rank_failed(rank, message)
-            case RankBeat(num_steps=num_steps):
+            case RankHeartbeat(num_steps=num_steps):
                 if self._beats is not None:
                     self._beats.beat(rank.rank, num_steps, self._clock.now())
             case RankState():
@@ -278,14 +280,18 @@ class GangLeader:
         if self._failed.done():
             raise self._failed.result()
 
+    def _watch_ended(self, watcher: asyncio.Task[None]) -> None:
+        if not watcher.cancelled() and watcher.exception() is not None:
+            self._fail(RankLostError(f"the watch of the ranks failed: {watcher.exception()}"))
+
     def _send_beats(self) -> None:
         for rank in self._ranks:
-            rank.send(RankBeat(num_steps=0))
+            rank.send(RankHeartbeat(num_steps=0))
 
     async def _watch(self) -> None:
         assert self._beats is not None, "it watches beats"
         while not self._failed.done():
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(HEARTBEAT_S)
             self._send_beats()
             trouble = self._beats.trouble(self._clock.now(), self._predicted_s())
             if trouble is not None:

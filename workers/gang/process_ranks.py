@@ -5,6 +5,7 @@ with three ranks or more. On GPUs the library's sum may be taken instead, in the
 breaks the group of all; one that hangs is found by the beats beside it (leader.py), which end the processes.
 """
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +15,7 @@ from pdserve.cluster.base.errors import RankLostError
 from pdserve.kvtransfer.transports.torch_store import torch_distributed
 from pdserve.workers.model.parallel import sum_in_order
 
-PATIENCE_S = 24 * 3600.0
+COLLECTIVE_TIMEOUT_S = 24 * 3600.0
 """Of one operation: whoever hangs is found sooner, elsewhere."""
 
 
@@ -33,7 +34,7 @@ class ProcessRank:
         meet_s: float,
         is_ordered: bool = True,
     ) -> None:
-        """Meet the other ranks, for at most `meet_s`; `host` is where this one listens. Raises RankLostError.
+        """Meet the other ranks, with Gloo for at most `meet_s`; `host` is where this one listens. Raises RankLostError.
 
         Args:
             store: a TCPStore that all ranks reach.
@@ -55,17 +56,19 @@ class ProcessRank:
                 self._group = distributed.ProcessGroupGloo(prefixed, rank, size, options)
             else:
                 torch.cuda.set_device(device)
-                self._group = distributed.ProcessGroupNCCL(prefixed, rank, size, timedelta(seconds=PATIENCE_S))
+                self._group = distributed.ProcessGroupNCCL(
+                    prefixed, rank, size, timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+                )
             # NCCL meets at the first operation; Gloo gives each one this time-out.
             self._wait(self._group.allreduce([torch.zeros(1, device=device)]), meet_s)
         except RuntimeError as error:
             raise RankLostError(f"the ranks did not meet: {_first_line(error)}") from error
 
-    def add_up(self, part: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
         """See RankGroup."""
         part = part.contiguous()
         if not self._is_ordered:
-            self._finish(self._group.allreduce([part]))
+            self._finish(lambda: self._group.allreduce([part]))
             return part
         return sum_in_order(self._gather(part))
 
@@ -77,12 +80,12 @@ class ProcessRank:
             return parts if self.rank == 0 else []
         options = torch_distributed().distributed_c10d.GatherOptions()
         options.rootRank = 0
-        options.timeout = timedelta(seconds=PATIENCE_S)
+        options.timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         parts = [torch.empty_like(part) for _ in range(self.size)] if self.rank == 0 else []
-        self._finish(self._group.gather([parts] if parts else [], [part], options))
+        self._finish(lambda: self._group.gather([parts] if parts else [], [part], options))
         return parts
 
-    def smallest(self, value: float) -> float:
+    def all_reduce_min(self, value: float) -> float:
         """See RankGroup."""
         parts = self._gather(torch.tensor([value], dtype=torch.float64, device=self._device))
         return min(float(part) for part in parts)
@@ -90,13 +93,13 @@ class ProcessRank:
     def _gather(self, part: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(part) for _ in range(self.size)]
         options = torch_distributed().distributed_c10d.AllgatherOptions()
-        options.timeout = timedelta(seconds=PATIENCE_S)
-        self._finish(self._group.allgather([parts], [part], options))
+        options.timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+        self._finish(lambda: self._group.allgather([parts], [part], options))
         return parts
 
-    def _finish(self, work: Any) -> None:
+    def _finish(self, begin: Callable[[], Any]) -> None:
         try:
-            self._wait(work, PATIENCE_S)
+            self._wait(begin(), COLLECTIVE_TIMEOUT_S)
         except RuntimeError as error:
             raise RankLostError(f"another rank is gone: {_first_line(error)}") from error
 

@@ -11,7 +11,7 @@ from pdserve.cluster.base.errors import ProtocolError
 from pdserve.cluster.base.ids import Incarnation, RequestId
 from pdserve.cluster.base.transfer_messages import TransferId
 from pdserve.workers.engine.plan import ForwardPlan, Int32
-from pdserve.workers.gang.rank_step import BlockCopy, CopyKind, ExportedStep, RankStep
+from pdserve.workers.engine.rank_step import BlockCopy, CopyKind, ExportedStep, RankStep
 
 
 def encode_step(step: RankStep) -> bytes:
@@ -22,7 +22,7 @@ def encode_step(step: RankStep) -> bytes:
         [
             [[int(copy.kind), copy.group, copy.source, copy.target] for copy in step.copies],
             [_bytes(array) for array in arrays],
-            _bytes(step.output_tokens),
+            _bytes(step.logits_indices),
             step.num_sampled,
             step.is_whole.tobytes(),
             step.wants_logits,
@@ -35,14 +35,14 @@ def encode_step(step: RankStep) -> bytes:
 def decode_step(body: bytes) -> RankStep:
     """Return the step of encode_step's bytes. Raises ProtocolError for anything else."""
     try:
-        copies, plan, output_tokens, num_sampled, is_whole, wants_logits, exported = msgpack.unpackb(body)
+        copies, plan, logits_indices, num_sampled, is_whole, wants_logits, exported = msgpack.unpackb(body)
         return RankStep(
             copies=tuple(
                 BlockCopy(kind=CopyKind(kind), group=group, source=source, target=target)
                 for kind, group, source, target in copies
             ),
             forward=_forward(plan) if plan else None,
-            output_tokens=_array(output_tokens),
+            logits_indices=_array(logits_indices),
             num_sampled=num_sampled,
             is_whole=np.frombuffer(is_whole, np.bool_),
             wants_logits=wants_logits,
@@ -75,10 +75,10 @@ def _forward(parts: Sequence[bytes]) -> ForwardPlan:
 def _exported_fields(step: ExportedStep) -> list[Any]:
     transfer = step.transfer
     return [
-        step.sink_no,
+        step.pair_no,
         [transfer.request_id, transfer.attempt, transfer.transfer_no, transfer.source, transfer.sink],
         step.num_tokens,
-        step.num_held,
+        step.num_sink_tokens,
         step.send_from,
         step.end_token,
         list(step.first_chunks),
@@ -87,10 +87,10 @@ def _exported_fields(step: ExportedStep) -> list[Any]:
 
 
 def _exported(fields: Sequence[Any]) -> ExportedStep:
-    sink_no, transfer, num_tokens, num_held, send_from, end_token, first_chunks, blocks = fields
+    pair_no, transfer, num_tokens, num_sink_tokens, send_from, end_token, first_chunks, blocks = fields
     request_id, attempt, transfer_no, source, sink = transfer
     return ExportedStep(
-        sink_no=sink_no,
+        pair_no=pair_no,
         transfer=TransferId(
             request_id=RequestId(request_id),
             attempt=attempt,
@@ -99,7 +99,7 @@ def _exported(fields: Sequence[Any]) -> ExportedStep:
             sink=Incarnation(sink),
         ),
         num_tokens=num_tokens,
-        num_held=num_held,
+        num_sink_tokens=num_sink_tokens,
         send_from=send_from,
         end_token=end_token,
         first_chunks=tuple(first_chunks),

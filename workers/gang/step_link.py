@@ -1,13 +1,13 @@
 """Steps from rank 0's engine thread to the thread of another rank, on a connection of their own.
 
-Measured against a broadcast of the process group (benchmarks/gang.py): one write a rank is quicker, needs no agreement
-about lengths, and does not stand in line with the sums.
+One write a rank: it needs no agreement about lengths, and does not stand in line with the collectives. What a broadcast
+of the process group takes instead is measured by benchmarks/gang.py.
 """
 
 import socket
 
 from pdserve.cluster.base.errors import ProtocolError, RankLostError
-from pdserve.workers.gang.rank_step import RankStep
+from pdserve.workers.engine.rank_step import RankStep
 from pdserve.workers.gang.step_codec import decode_step, encode_step
 
 LENGTH_BYTES = 4
@@ -21,7 +21,7 @@ class StepSender:
         """`connections` are blocking ones, by rank."""
         self._connections = connections
 
-    def lead(self, step: RankStep) -> None:
+    def broadcast(self, step: RankStep) -> None:
         """See Followers."""
         body = encode_step(step)
         if len(body) > MAX_STEP_BYTES:

@@ -17,8 +17,8 @@ from pdserve.cluster.base.transfer_messages import TransferId
 from pdserve.kvtransfer.layout import LayerSpan, Stream, chunks_of, first_sent, layer_spans
 from pdserve.workers.engine.block_pool import BlockPool
 from pdserve.workers.engine.plan import Int32
+from pdserve.workers.engine.rank_step import Exported, ExportedStep
 from pdserve.workers.engine.scheduler import PlannedPrefill
-from pdserve.workers.gang.rank_step import Exported, ExportedStep
 from pdserve.workers.handoff.exports import RankExporter
 
 
@@ -40,9 +40,9 @@ class Export:
     """One prefill whose KV goes to a sink. Without a plan nothing is shipped."""
 
     transfer: TransferId
-    sink_no: int
+    pair_no: int
     num_tokens: int
-    num_held: int
+    num_sink_tokens: int
     plan: PairPlan | None
     is_void: bool = False
     has_started: bool = False
@@ -150,10 +150,10 @@ class ExportBook:
         if export.plan is None or export.is_void or prefill.end_token <= export.sent_until:
             return None
         step = ExportedStep(
-            sink_no=export.sink_no,
+            pair_no=export.pair_no,
             transfer=export.transfer,
             num_tokens=export.num_tokens,
-            num_held=export.num_held,
+            num_sink_tokens=export.num_sink_tokens,
             send_from=export.sent_until,
             end_token=prefill.end_token,
             first_chunks=tuple(export.num_chunks),
@@ -175,7 +175,7 @@ class ExportBook:
                 export.num_chunks[number] += sum(1 for _ in chunks_of(stream, span, first, step.end_token))
 
     def _first(self, step: ExportedStep, group: int) -> int:
-        return max(step.send_from, first_sent(self._layout, group, step.num_tokens, step.num_held))
+        return max(step.send_from, first_sent(self._layout, group, step.num_tokens, step.num_sink_tokens))
 
     def _pin(self, step: ExportedStep) -> None:
         # A rank that sends nothing of this pair releases the step too.

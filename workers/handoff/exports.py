@@ -13,7 +13,7 @@ from pdserve.cluster.base.transfer_messages import Cargo, TransferId
 from pdserve.kvtransfer.chunk_stream import ChunkStream
 from pdserve.kvtransfer.layout import LayerSpan, chunk_bytes, chunks_of, first_sent
 from pdserve.workers.engine.plan import Int32
-from pdserve.workers.gang.rank_step import ExportedStep
+from pdserve.workers.engine.rank_step import ExportedStep
 from pdserve.workers.kv.copy import Copier
 
 OnReleased = Callable[[TransferId, int], None]
@@ -51,19 +51,19 @@ class _AnnouncedStep:
         self.next_chunks = list(step.first_chunks)
         self._on_released = on_released
         # One for the step itself, until all its layers are announced.
-        self._num_held = 1
+        self._num_references = 1
         self._lock = threading.Lock()
 
     def hold(self) -> None:
         """A chunk is announced."""
         with self._lock:
-            self._num_held += 1
+            self._num_references += 1
 
     def release(self) -> None:
         """A chunk is gathered or dropped, or the step's last layer announced."""
         with self._lock:
-            self._num_held -= 1
-            is_last = self._num_held == 0
+            self._num_references -= 1
+            is_last = self._num_references == 0
         if is_last:
             self._on_released(self.step.transfer, self.step.end_token)
 
@@ -138,7 +138,7 @@ class RankExporter:
     def begin_step(self, exported: Sequence[ExportedStep]) -> bool:
         """Learn what the step computes of which transfers; True if layers should be announced."""
         self._step = [
-            _AnnouncedStep(step, self._export_of(step), self._streams_of(step.sink_no), self._on_released)
+            _AnnouncedStep(step, self._export_of(step), self._streams_of(step.pair_no), self._on_released)
             for step in exported
         ]
         return bool(self._step)
@@ -167,7 +167,7 @@ class RankExporter:
     def _announce(self, announced: _AnnouncedStep, stream: ChunkStream, span: LayerSpan, mark: object) -> None:
         step = announced.step
         # What was cached is shipped with the first step.
-        first = max(step.send_from, first_sent(self._layout, span.group, step.num_tokens, step.num_held))
+        first = max(step.send_from, first_sent(self._layout, span.group, step.num_tokens, step.num_sink_tokens))
         for chunk in chunks_of(stream.stream, span, first, step.end_token):
             chunk_no = announced.next_chunks[stream.number]
             announced.next_chunks[stream.number] += 1

@@ -400,7 +400,7 @@ class IncomingTransfers:
             case RankCount(counter=counter):
                 self._metrics.count(counter)
             case RankState():
-                logger.debug("a rank holds %d", report.num_held)
+                return  # of a rank of this process, which is asked itself
             case _:
                 raise ProtocolError(f"{type(report).__name__} is no report of a sink's rank")
 

@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 class SinkConnection:
     """One decode worker on one channel."""
 
-    def __init__(self, sink_no: int, channel: Channel, hello: Hello, settings: HandoffSettings) -> None:
+    def __init__(self, pair_no: int, channel: Channel, hello: Hello, settings: HandoffSettings) -> None:
         """Raises ConfigError if a slot is too small for the pair."""
-        self.sink_no = sink_no
+        self.pair_no = pair_no
         self.channel = channel
         self.worker_id = hello.worker_id
         self.incarnation = hello.incarnation

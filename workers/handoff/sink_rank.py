@@ -52,7 +52,7 @@ class SinkRank:
         self._link_numbers = count(1 + settings.rank, settings.layout.tp_size)
         self._tasks = BackgroundTasks("the sink's links")
         self._watcher: asyncio.Task[None] | None = None
-        self._reported = RankState(num_held=0, num_lent_slots=0)
+        self._reported = RankState(is_idle=True, num_lent_slots=0)
         self._landing = LandingThread(_LandingEvents(self), settings.incarnation)
 
     def start(self) -> None:
@@ -195,7 +195,7 @@ class SinkRank:
             self._tasks.guarded(self._report_state)
 
     def _report_state(self) -> None:
-        state = RankState(num_held=self._num_held, num_lent_slots=0)
+        state = RankState(is_idle=self.is_idle, num_lent_slots=0)
         if state != self._reported:
             self._reported = state
             self._report(state)

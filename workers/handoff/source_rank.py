@@ -39,7 +39,7 @@ class SourceRank:
         self._pairs: dict[int, SinkLinks] = {}
         self._tasks = BackgroundTasks("the source's links")
         self._watcher: asyncio.Task[None] | None = None
-        self._reported = RankState(num_held=0, num_lent_slots=0)
+        self._reported = RankState(is_idle=True, num_lent_slots=0)
         self.exporter = RankExporter(settings.copier, self._streams_of, self._step_released)
 
     def start(self) -> None:
@@ -117,7 +117,7 @@ class SourceRank:
             self._tasks.guarded(self._report_state)
 
     def _report_state(self) -> None:
-        state = RankState(num_held=self._num_held, num_lent_slots=self._slots.num_lent)
+        state = RankState(is_idle=self.is_idle, num_lent_slots=self._slots.num_lent)
         if state != self._reported:
             self._reported = state
             self._report(state)

@@ -178,7 +178,7 @@ class SourceService:
                     self._metrics.stale.inc()
                 case _ if isinstance(message, LINK_MESSAGES):
                     rank = self._ranks[sink.rank_of(message)]
-                    rank.post(LinkRelay(pair_no=sink.sink_no, message=message))
+                    rank.post(LinkRelay(pair_no=sink.pair_no, message=message))
                 case _:
                     return False
         except ProtocolError as error:
@@ -195,7 +195,7 @@ class SourceService:
         if sink is None:
             return
         for rank in self._ranks:
-            rank.post(DropPair(pair_no=sink.sink_no, reason="its channel closed"))
+            rank.post(DropPair(pair_no=sink.pair_no, reason="its channel closed"))
         for outgoing in [item for item in self._transfers.values() if item.sink is sink]:
             self._execute(outgoing, outgoing.machine.aborted())
 
@@ -215,7 +215,7 @@ class SourceService:
             channel.post(Refuse(reason=refusal))
             return
         self._sinks[channel] = sink
-        pair = AddPair(pair_no=sink.sink_no, worker_id=sink.worker_id, incarnation=sink.incarnation, kv=message.kv)
+        pair = AddPair(pair_no=sink.pair_no, worker_id=sink.worker_id, incarnation=sink.incarnation, kv=message.kv)
         for rank in self._ranks:
             rank.post(pair)
         sink.post(
@@ -257,12 +257,12 @@ class SourceService:
             case RankCount(counter=counter):
                 self._metrics.count(counter)
             case RankState():
-                logger.debug("a rank holds %d", report.num_held)
+                return  # of a rank of this process, which is asked itself
             case _:
                 raise ProtocolError(f"{type(report).__name__} is no report of a source's rank")
 
-    def _sink(self, sink_no: int) -> SinkConnection | None:
-        return next((sink for sink in self._sinks.values() if sink.sink_no == sink_no), None)
+    def _sink(self, pair_no: int) -> SinkConnection | None:
+        return next((sink for sink in self._sinks.values() if sink.pair_no == pair_no), None)
 
     def _protocol_broken(self, sink: SinkConnection, reason: str) -> None:
         logger.warning("worker_id=%s broke the hand-off protocol: %s", sink.worker_id, reason)
@@ -299,8 +299,8 @@ class SourceService:
         export = Export(
             transfer=transfer,
             num_tokens=len(request.prompt_token_ids) + len(request.resume_token_ids),
-            sink_no=sink.sink_no,
-            num_held=message.num_tokens_held,
+            pair_no=sink.pair_no,
+            num_sink_tokens=message.num_tokens_held,
             plan=sink.plan if message.needs_kv else None,
         )
         outgoing = _Outgoing(

@@ -5,10 +5,13 @@ order of streams:
 
     gather    the copying stream waits for the event that the computing stream recorded when the layer was written
               (`mark`), copies rows to staging, and the thread waits for the copying stream before it reads them
-    scatter   the thread verifies the body before any of it is copied, and waits for the copying stream before it
-              reports; so the step that reads the blocks is launched after they were written
+    scatter   the thread computes the checksum while it stages the body, copies, and waits for the copying stream before
+              it reports; so the step that reads the blocks is launched after they were written. A wrong body, which its
+              caller refuses, is in blocks that nobody reads
 
-Each thread that copies has a stream and staging of its own. Nothing here waits for the computing stream.
+Each thread that copies has a stream and staging of its own.
+Nothing here waits for the computing stream: a step is over on it before its blocks are given to anybody else
+(ModelRunner.execute).
 """
 
 import threading
@@ -68,8 +71,10 @@ class CudaStreams:
             if after is not None:
                 assert isinstance(after, torch.cuda.Event), "a mark of these streams"
                 stream.wait_event(after)
-            yield
-            stream.synchronize()
+            try:
+                yield
+            finally:
+                stream.synchronize()
 
     def staging(self, num_bytes: int) -> torch.Tensor:
         """See Streams."""

@@ -13,7 +13,7 @@ import torch
 
 from pdserve.cluster.base.clock import Clock
 from pdserve.cluster.base.prefix_hash import PrefixHash
-from pdserve.workers.gang.rank_step import BlockCopy, CopyKind
+from pdserve.workers.engine.rank_step import BlockCopy, CopyKind
 from pdserve.workers.kv.store import KVStore
 
 RATE_MEMORY = 0.9

@@ -42,22 +42,22 @@ class Decoder:
         token_ids: torch.Tensor,
         step: StepMetadata,
         store: KVStore,
-        sample_tokens: torch.Tensor,
+        logits_indices: torch.Tensor,
         on_layer: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
-        """Write the KV of the step's tokens and return the normed hidden states of `sample_tokens`.
+        """Write the KV of the step's tokens and return the normed hidden states of `logits_indices`.
 
         Args:
             token_ids: [T] int64.
             step: metadata of the same T tokens.
             store: receives keys and values of this rank's heads; read by attention.
-            sample_tokens: [S] int64, indexes into T.
+            logits_indices: [S] int64, indexes into T.
             on_layer: called with a layer's number when its KV is written.
 
         Returns:
             fp32 [S, H], the same on every rank.
         """
-        ops, add_up = self._ops, self._group.add_up
+        ops, all_reduce = self._ops, self._group.all_reduce
         x = self._embedding(token_ids)
         hidden = ops.norm(x, self._layers[0].input_norm, self._eps)
         for index, layer in enumerate(self._layers):
@@ -68,12 +68,12 @@ class Decoder:
             is_last = index + 1 == len(self._layers)
             if is_last:
                 # From here on a token meets no other one: go on with the sampled ones only.
-                x, attended = x[sample_tokens], attended[sample_tokens]
+                x, attended = x[logits_indices], attended[logits_indices]
                 if not len(x):
                     return x
-            delta = add_up(layer.attention_out(attended))
+            delta = all_reduce(layer.attention_out(attended))
             hidden = ops.add_norm(x, delta, layer.post_attention_norm, layer.mlp_norm, self._eps)
-            delta = add_up(layer.mlp(hidden))
+            delta = all_reduce(layer.mlp(hidden))
             next_norm = self._final_norm if is_last else self._layers[index + 1].input_norm
             hidden = ops.add_norm(x, delta, layer.post_mlp_norm, next_norm, self._eps)
         return hidden

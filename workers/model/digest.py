@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from pdserve.cluster.base.kv_layout import GroupLayout, KVDtype, KVLayout
 from pdserve.cluster.base.request import Request
 from pdserve.workers.engine.plan import Int32, Int64, StepOutput, StepPlan
+from pdserve.workers.engine.rank_step import Copies, Exported
 from pdserve.workers.engine.sampler import philox_uniform
-from pdserve.workers.gang.rank_step import Copies, Exported
 from pdserve.workers.kv.rows import decode_rows, encode_rows
 from pdserve.workers.kv.store import KVStore
 

@@ -30,11 +30,11 @@ from pdserve.workers.model.parallel import SOLO
 
 logger = logging.getLogger(__name__)
 
-TEXTS = (11, 6)
+PROBE_LENGTHS = (11, 6)
 """Lengths of the texts that are compared."""
-PART = 6
+PROBE_CHUNK = 6
 """Tokens of each in a step."""
-CLOSE = 0.02
+MAX_LOGIT_ERROR = 0.02
 """How far a logit may be off, in standard deviations of all logits."""
 
 
@@ -92,17 +92,17 @@ class FallbackDecoder:
         token_ids: torch.Tensor,
         step: StepMetadata,
         store: KVStore,
-        sample_tokens: torch.Tensor,
+        logits_indices: torch.Tensor,
         on_layer: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
-        """Write the KV of the step's tokens and return fp32 logits [S, V] of `sample_tokens`; see Decoder.forward."""
+        """Write the KV of the step's tokens and return fp32 logits [S, V] of `logits_indices`; see Decoder.forward."""
         positions = step.tensors(token_ids.device).positions
         self._holder.run = _PagedStep(step, store, self._attention, self._groups, on_layer)
         output = self._model(
             input_ids=token_ids[None],
             position_ids=positions[None],
             use_cache=False,
-            logits_to_keep=sample_tokens,
+            logits_to_keep=logits_indices,
         )
         logits: torch.Tensor = output.logits[0].float()
         return logits
@@ -128,17 +128,21 @@ def load_fallback(
 
 def _compare(folder: Path, model: PreTrainedModel, spec: ModelSpec, device: torch.device) -> None:
     """Compute texts together, and each alone by the model's own attention. Raises CheckpointError if they differ."""
-    texts = [torch.arange(3, 3 + length).mul(17).remainder(spec.vocab_size) for length in TEXTS]
-    together = _logits_together(model, spec, texts, device)
-    holder_name = model.config._attn_implementation
-    model.set_attn_implementation("eager")
+    texts = [torch.arange(3, 3 + length).mul(17).remainder(spec.vocab_size) for length in PROBE_LENGTHS]
     try:
+        together = _logits_together(model, spec, texts, device)
+        model.set_attn_implementation("eager")
         with torch.inference_mode():
             alone = [model(input_ids=text.to(device)[None], use_cache=False).logits[0, -1].float() for text in texts]
-    finally:
-        model.set_attn_implementation(holder_name)
+        model.set_attn_implementation(ATTENTION_NAME)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, NotImplementedError) as error:
+        # Whatever a model's code says that does not fit: it is transformers' own.
+        raise CheckpointError(
+            f"{folder}/config.json: model_type {model.config.model_type!r} cannot be run by engine.runner "
+            f"transformers: {type(error).__name__}: {error}"
+        ) from error
     for found, expected in zip(together, alone, strict=True):
-        if (found - expected).abs().max() > CLOSE * expected.std():
+        if (found - expected).abs().max() > MAX_LOGIT_ERROR * expected.std():
             raise CheckpointError(
                 f"{folder}/config.json: model_type {model.config.model_type!r} cannot be run by engine.runner "
                 "transformers: texts that are computed together differ from what its own code says of each alone"
@@ -160,9 +164,9 @@ def _logits_together(
     store = KVStore(layout, num_blocks=[len(texts)] * len(spec.groups), device=device)
     decoder = FallbackDecoder(model, spec, TorchAttention())
     results: dict[int, torch.Tensor] = {}
-    for first in range(0, max(TEXTS), PART):
+    for first in range(0, max(PROBE_LENGTHS), PROBE_CHUNK):
         rows = [row for row, text in enumerate(texts) if len(text) > first]
-        ends = [min(first + PART, len(texts[row])) for row in rows]
+        ends = [min(first + PROBE_CHUNK, len(texts[row])) for row in rows]
         plan = ForwardPlan(
             token_ids=torch.cat([texts[row][first:end] for row, end in zip(rows, ends, strict=True)]).int().numpy(),
             positions=np.concatenate([np.arange(first, end, dtype=np.int32) for end in ends]),

@@ -21,6 +21,7 @@ class _Probe:
     calls: dict[int, LayerCall] = field(default_factory=dict)
     masks: dict[int, torch.Tensor | None] = field(default_factory=dict)
     windows: dict[int, int] = field(default_factory=dict)
+    num_weights: int = 0
 
     def attend(
         self,
@@ -58,10 +59,13 @@ def read_fallback_spec(folder: Path) -> ModelSpec:
     windows = sorted(set(windows_of.values()))
     if any((call.num_kv_heads, call.head_dim) != (first.num_kv_heads, first.head_dim) for call in calls.values()):
         raise _refusal(folder, config, "its layers have unlike KV heads")
+    if any((call.softcap, call.has_sinks) != (first.softcap, first.has_sinks) for call in calls.values()):
+        raise _refusal(folder, config, "its layers have unlike soft caps or sinks")
     return ModelSpec(
         family=f"transformers:{config.model_type}",
         hidden_size=config.hidden_size,
-        intermediate_size=_width(config),
+        intermediate_size=0,
+        num_weights=probe.num_weights,
         num_heads=first.num_heads,
         num_kv_heads=first.num_kv_heads,
         head_dim=first.head_dim,
@@ -86,14 +90,10 @@ def read_fallback_spec(folder: Path) -> ModelSpec:
         has_sandwich_norms=False,
         norm_offset=0.0,
         is_head_tied=bool(config.tie_word_embeddings),
+        attention_softcap=first.softcap,
+        has_sinks=first.has_sinks,
         eos_token_ids=eos_ids(folder, config),
     )
-
-
-def _width(config: PretrainedConfig) -> int:
-    """Return the widest MLP: what the memory arithmetic needs."""
-    width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    return max(width) if isinstance(width, list | tuple) else int(width)
 
 
 def _refusal(folder: Path, config: PretrainedConfig, why: str) -> CheckpointError:
@@ -120,6 +120,7 @@ def _probe(folder: Path, config: PretrainedConfig) -> _Probe:
             model = AutoModelForCausalLM.from_config(config, attn_implementation=PROBE_NAME, dtype=torch.bfloat16)
             token = torch.zeros(1, 1, dtype=torch.long)
             Holder(model).run = probe
+            probe.num_weights = sum(parameter.numel() for parameter in model.parameters())
             # A mask of all tokens: without one, the positions, which have no values here, are looked at.
             model(input_ids=token, position_ids=token, attention_mask=torch.ones_like(token), use_cache=False)
         probe.find_windows()

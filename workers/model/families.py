@@ -1,4 +1,4 @@
-"""Which model families the decoder covers, and what differs between them: all of it data, no code.
+"""Which model families the decoder covers, and what differs between them, as data.
 
 `read_spec` turns a checkpoint folder's config.json into a `ModelSpec`. A family or a variant that is not covered is
 refused with its name; nothing is guessed.
@@ -101,6 +101,8 @@ class ModelSpec:
     logit_softcap: float = 0.0
     has_sinks: bool = False
     """Each head has a logit that takes part in the softmax and has no value."""
+    num_weights: int | None = None
+    """All weights, where the decoder's shapes do not say how many there are (fallback_spec)."""
 
     @property
     def num_layers(self) -> int:
@@ -121,10 +123,6 @@ class ModelSpec:
             return dense
         each = 3 * self.experts.intermediate_size * self.hidden_size + self.hidden_size
         return dense + num_sparse * self.experts.num_experts * each
-
-    def kv_bytes_per_token(self, bytes_per_value: int) -> int:
-        """KV bytes of one token over all layers."""
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * bytes_per_value
 
     def check_ranks(self, num_ranks: int) -> None:
         """Raise ConfigError if the model cannot be split over so many tensor-parallel ranks."""

@@ -1,12 +1,12 @@
 """CUDA graphs of decode steps: the launches of a whole forward pass, captured once per padded batch size, and replayed.
 
-A decode step of few rows is bound by launches. Rows are padded to the next captured size; what pads reads and writes
-a block of its own, one past the pool's, so no request ever meets it. Which size, and what pads, is pure (tested on a
+A decode step of few rows is bound by launches. Rows are padded to the next captured size; padding rows read and write
+a block of their own, one past the pool's. Which size, and what pads, is pure (tested on a
 CPU); the capture runs on a GPU only, and has not yet: where it fails, steps run as before and the reason is logged.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,10 +34,10 @@ def padded_size(num_rows: int, sizes: Sequence[int]) -> int | None:
     return next((size for size in sizes if size >= num_rows), None)
 
 
-def is_decode(plan: ForwardPlan, output_tokens: Int32) -> bool:
+def is_decode(plan: ForwardPlan, logits_indices: Int32) -> bool:
     """True if a plan is one token of each row, in order, and all of them are sampled from: what a graph computes."""
     is_one_each = plan.num_tokens == plan.num_rows
-    return is_one_each and len(output_tokens) == plan.num_rows and bool((np.diff(output_tokens) == 1).all())
+    return is_one_each and len(logits_indices) == plan.num_rows and bool((np.diff(logits_indices) == 1).all())
 
 
 def pad_plan(plan: ForwardPlan, size: int, null_blocks: Sequence[int], num_blocks: int) -> ForwardPlan:
@@ -92,11 +92,6 @@ class GraphedDecoder:
         self._null_blocks = tuple(count - 1 for count in store.num_blocks)
         self._graphs: dict[int, _Graph] = {}
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Batch sizes that are captured."""
-        return tuple(self._graphs)
-
     def capture(self) -> None:
         """Capture every size, the largest first: smaller ones share its memory. On the thread that will replay."""
         pool = None
@@ -142,21 +137,10 @@ class GraphedDecoder:
             block_tables=tables,
         )
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        step: StepMetadata,
-        store: KVStore,
-        sample_tokens: torch.Tensor,
-        on_layer: Callable[[int], None] | None = None,
-    ) -> torch.Tensor:
-        """See ForwardModel: a step that no graph holds."""
-        return self._model.forward(token_ids, step, store, sample_tokens, on_layer)
-
-    def replay(self, plan: ForwardPlan, output_tokens: Int32) -> torch.Tensor | None:
+    def replay(self, plan: ForwardPlan, logits_indices: Int32) -> torch.Tensor | None:
         """Return the hidden states [S, H] of a decode step; None if no graph holds it."""
         size = padded_size(plan.num_rows, sorted(self._graphs))
-        if size is None or not is_decode(plan, output_tokens):
+        if size is None or not is_decode(plan, logits_indices):
             return None
         graph = self._graphs[size]
         padded = pad_plan(plan, size, self._null_blocks, self._num_blocks)

@@ -18,8 +18,8 @@ from pdserve.workers.engine.logprobs import logprobs_of
 from pdserve.workers.engine.plan import NO_TOKEN, Float32, Int32, SamplingArrays, ScoredTokens, StepOutput
 from pdserve.workers.engine.sampler import row_maximum, sample_rows
 from pdserve.workers.model.linear import Linear
-from pdserve.workers.model.numba_mixture import cap_rows
 from pdserve.workers.model.parallel import SOLO, RankGroup, part_of
+from pdserve.workers.model.softcap import cap_rows
 
 VOCABULARY_TILE = 16384
 SCORED_ROWS = 16
@@ -116,27 +116,28 @@ class Head:
         whole = np.flatnonzero(is_whole)
         largest = np.full(num_rows, -np.inf, np.float32)
         token_ids = np.zeros(num_rows, np.int32)
-        rows = np.empty((len(whole), self._widths[group.rank]), np.float32)
+        kept = np.empty((len(whole), self._widths[group.rank]), np.float32)
+        rows = torch.from_numpy(kept)
         offset = 0
         if hidden.device.type == "cpu":
             for tile in self._tiles:
                 logits = self._tile(tile, hidden).numpy()
                 _update_largest(logits, self._first_token + offset, largest, token_ids)
                 if len(whole):
-                    np.take(logits, whole, axis=0, out=rows[:, offset : offset + tile.out_features], mode="clip")
+                    np.take(logits, whole, axis=0, out=kept[:, offset : offset + tile.out_features], mode="clip")
                 offset += tile.out_features
         else:
-            found, ids, kept = self._scan_on_device(hidden, whole)
-            largest, token_ids, rows = found.cpu().numpy(), ids.cpu().numpy(), kept.cpu().numpy()
+            found, ids, rows = self._scan_on_device(hidden, whole)
+            largest, token_ids = found.cpu().numpy(), ids.cpu().numpy()
         if group.size > 1:
             # Both are exact in fp64.
-            bests = group.gather(torch.from_numpy(np.stack([largest.astype(np.float64), token_ids])))
-            for best, ids in (part.numpy() for part in bests[1:]):
+            own = torch.from_numpy(np.stack([largest.astype(np.float64), token_ids])).to(hidden.device)
+            for best, ids in (part.cpu().numpy() for part in group.gather(own)[1:]):
                 is_larger = best > largest
                 largest[is_larger], token_ids[is_larger] = best[is_larger], ids[is_larger]
             if len(whole):
-                rows = self._join(torch.from_numpy(rows)).numpy()
-        return token_ids, rows, whole
+                rows = self._join(rows)
+        return token_ids, rows.cpu().numpy(), whole
 
     def _scan_on_device(self, hidden: torch.Tensor, whole: Indexes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the largest logit [S], the lowest token that has it [S], and the rows that are needed whole.

@@ -26,6 +26,9 @@ from pdserve.workers.model.gguf_import import Progress, locked
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 DESCRIPTION = ["*.json", "*.jinja", "*.model", "tokenizer*", "vocab*", "merges*"]
+Check = Callable[[Path], None]
+"""Called with a folder without weights; raises if the model cannot be served."""
+
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 SUBFOLDERS = ["*/*"]
@@ -36,11 +39,21 @@ def is_hub_id(path: str) -> bool:
     return HUB_ID.match(path) is not None
 
 
-def download(hub_id: str, revision: str | None, cache: Path, progress: Progress, check: Callable[[Path], None]) -> Path:
+def accept_every_model(folder: Path) -> None:
+    """Check nothing."""
+
+
+def download(
+    hub_id: str,
+    revision: str | None,
+    cache: Path,
+    progress: Progress,
+    check: Check = accept_every_model,
+) -> Path:
     """Return the folder of a checkpoint at a revision (branch, tag or commit), fetched if it is not on this node.
 
-    The folder is named after the commit. `check` sees it when all but the weights is there, and raises what speaks
-    against them. Raises CheckpointError.
+    The folder is named after the commit. `check` is called when all but the weights is there, and raises if the model
+    cannot be served. Raises CheckpointError.
     """
     cache.mkdir(parents=True, exist_ok=True)
     with locked(cache / f"hub-{hub_id.replace('/', '--')}.lock"):
@@ -75,7 +88,7 @@ def _fetch(hub_id: str, revision: str | None, patterns: list[str], stage: str, p
             revision=revision,
             allow_patterns=patterns,
             ignore_patterns=SUBFOLDERS,
-            tqdm_class=_reporting(stage, progress),
+            tqdm_class=progress_bar(stage, progress),
         )
     except LocalEntryNotFoundError as error:
         raise CheckpointError(
@@ -98,17 +111,21 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _reporting(stage: str, progress: Progress) -> type[Any]:
+def progress_bar(stage: str, progress: Progress) -> type[Any]:
     """Return a progress bar class that draws nothing, and reports the largest share of files seen."""
+
+    largest = 0.0
 
     class Reporting(tqdm):  # type: ignore[misc]  # see the import
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **{**options, "disable": None, "file": _Nowhere()})
+            super().__init__(*arguments, **{**options, "disable": False, "file": _Nowhere()})
 
         def update(self, count: float | None = 1) -> None:
+            nonlocal largest
             super().update(count)
-            if self.total:
-                progress(stage, min(1.0, self.n / self.total))
+            if self.total and self.n / self.total > largest:
+                largest = min(1.0, self.n / self.total)
+                progress(stage, largest)
 
     return Reporting
 

@@ -121,7 +121,7 @@ class Embedding:
             places = token_ids - self._first_token
             is_mine = (places >= 0) & (places < len(self._weight))
             part = self._weight[torch.where(is_mine, places, 0)].float()
-            x = self._group.add_up(torch.where(is_mine[:, None], part, 0.0))
+            x = self._group.all_reduce(torch.where(is_mine[:, None], part, 0.0))
         if self._scale != 1.0:
             x *= self._scale
         return x

@@ -43,7 +43,7 @@ class ForwardModel(Protocol):
         token_ids: torch.Tensor,
         step: StepMetadata,
         store: KVStore,
-        sample_tokens: torch.Tensor,
+        logits_indices: torch.Tensor,
         on_layer: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
         """See Decoder.forward."""

@@ -1,4 +1,4 @@
-"""CPU kernels of mixtures of experts, and of a capped head. Each row is computed alone: its bits are its own."""
+"""CPU kernels of mixtures of experts. Each row is computed alone: its bits are its own."""
 
 import numba
 import numpy as np
@@ -7,7 +7,6 @@ from pdserve.workers.model.families import SWIGLU_ALPHA, SWIGLU_LIMIT
 from pdserve.workers.model.scalar_math import exp32
 
 _ONE = np.float32(1.0)
-_TWO = np.float32(2.0)
 _ALPHA = np.float32(SWIGLU_ALPHA)
 _LIMIT = np.float32(SWIGLU_LIMIT)
 
@@ -56,17 +55,3 @@ def swiglu_clamped(gate_up, out):  # type: ignore[no-untyped-def]  # numba infer
             gate = min(gate_up[token, d], _LIMIT)
             up = max(min(gate_up[token, size + d], _LIMIT), -_LIMIT)
             out[token, d] = gate / (_ONE + exp32(-_ALPHA * gate)) * (up + _ONE)
-
-
-@numba.njit(nogil=True, fastmath={"contract", "nsz"}, inline="always")
-def capped(value, cap):  # type: ignore[no-untyped-def]  # numba infers the types
-    """Return cap * tanh(value / cap)."""
-    return cap * (_ONE - _TWO / (exp32(_TWO * value / cap) + _ONE))
-
-
-@numba.njit(nogil=True, parallel=True, cache=True, fastmath={"contract", "nsz"})
-def cap_rows(values, cap):  # type: ignore[no-untyped-def]  # numba infers the types
-    """values [T, N] = cap * tanh(values / cap), in place."""
-    for row in numba.prange(values.shape[0]):
-        for column in range(values.shape[1]):
-            values[row, column] = capped(values[row, column], cap)

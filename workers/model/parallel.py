@@ -27,7 +27,7 @@ class RankGroup(Protocol):
     def size(self) -> int:
         """How many ranks there are."""
 
-    def add_up(self, part: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
         """Return the sum of every rank's tensor, added in rank order; `part` may be overwritten.
 
         Raises RankLostError if a rank does not take part.
@@ -36,7 +36,7 @@ class RankGroup(Protocol):
     def gather(self, part: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's tensor on rank 0, nothing on the others. All have one shape. Raises RankLostError."""
 
-    def smallest(self, value: float) -> float:
+    def all_reduce_min(self, value: float) -> float:
         """Return the smallest of every rank's values. Raises RankLostError."""
 
 
@@ -46,7 +46,7 @@ class SoloRank:
     rank = 0
     size = 1
 
-    def add_up(self, part: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
         """See RankGroup."""
         return part
 
@@ -54,7 +54,7 @@ class SoloRank:
         """See RankGroup."""
         return [part]
 
-    def smallest(self, value: float) -> float:
+    def all_reduce_min(self, value: float) -> float:
         """See RankGroup."""
         return value
 
@@ -96,7 +96,7 @@ class ThreadRank:
         """See RankGroup."""
         return len(self._exchange.parts)
 
-    def add_up(self, part: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
         """See RankGroup."""
         return self._meet(part, sum_in_order)
 
@@ -104,14 +104,10 @@ class ThreadRank:
         """See RankGroup."""
         return self._meet(part, lambda parts: [part.clone() for part in parts] if self.rank == 0 else [])
 
-    def smallest(self, value: float) -> float:
+    def all_reduce_min(self, value: float) -> float:
         """See RankGroup."""
         part = torch.tensor([value], dtype=torch.float64)
         return self._meet(part, lambda parts: min(float(part) for part in parts))
-
-    def leave(self) -> None:
-        """Take part no more: the others' calls fail."""
-        self._exchange.barrier.abort()
 
     def _meet(self, part: torch.Tensor, read: Callable[[list[torch.Tensor]], Result]) -> Result:
         exchange = self._exchange

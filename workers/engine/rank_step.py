@@ -40,12 +40,12 @@ class BlockCopy:
 class ExportedStep:
     """What a step computes of a prefill whose KV goes to a sink."""
 
-    sink_no: int
+    pair_no: int
     """The sink's connection to this worker."""
     transfer: TransferId
     num_tokens: int
     """Of the whole prefill."""
-    num_held: int
+    num_sink_tokens: int
     """Of these, the tokens that the sink holds."""
     send_from: int
     """The first token that no earlier step has announced."""
@@ -65,7 +65,7 @@ class RankStep:
     """Before anything else, in order."""
     forward: ForwardPlan | None
     """None if there is nothing to compute: the ranks meet when they have made the copies."""
-    output_tokens: Int32
+    logits_indices: Int32
     """[S + Q] see StepPlan."""
     num_sampled: int
     """S"""
@@ -79,7 +79,7 @@ class RankStep:
 class Followers(Protocol):
     """The other ranks of rank 0."""
 
-    def lead(self, step: RankStep) -> None:
+    def broadcast(self, step: RankStep) -> None:
         """Send a step to each of them; does not wait for them. Raises RankLostError."""
 
 

@@ -1,4 +1,4 @@
-"""Who of a gang hangs: the steps that rank 0 has led, and what the beats of the other ranks say. Pure; no clock inside.
+"""Finds hanging ranks, from the steps that rank 0 has sent and the heartbeats of the others. Pure; no clock inside.
 
 A rank that is gone is noticed by its channel. One that lives and does not go on is found here: no beat for
 `SILENCE_S`, or a step that it has not finished after max(`HANG_S`, 5 predicted steps).
@@ -6,20 +6,20 @@ A rank that is gone is noticed by its channel. One that lives and does not go on
 
 from collections import deque
 
-BEAT_S = 0.2
+HEARTBEAT_S = 0.2
 SILENCE_S = 1.5
 """Without a beat. With the interval of beats, and of the look at them, a frozen process is found within two seconds."""
 HANG_S = 1.5
 """For the same reason: a step longer than this is a hang, unless five predicted ones take longer."""
 PREDICTED_STEPS = 5.0
-LONGEST_LOOK_S = 2 * BEAT_S
+LONGEST_LOOK_S = 2 * HEARTBEAT_S
 """What at most counts of the time between two looks."""
 
 
 class AwakeTime:
-    """Time in which a watcher has looked on: of a pause of its own, as when its machine is suspended, little counts.
+    """Time during which a watcher was running: of a pause of its own, a suspended machine say, little counts.
 
-    Without this, whoever wakes up finds all others silent, whose beats have not been read yet.
+    Without this, whoever wakes up finds all others silent, whose heartbeats have not been read yet.
     """
 
     def __init__(self, now: float) -> None:
@@ -38,7 +38,7 @@ class AwakeTime:
         return awake + min(now - look, LONGEST_LOOK_S)
 
 
-class Beats:
+class Heartbeats:
     """What rank 0 knows of the others' progress."""
 
     def __init__(self, num_ranks: int, now: float, num_steps: int = 0) -> None:
@@ -51,7 +51,7 @@ class Beats:
 
     def led(self, now: float) -> None:
         """Rank 0 begins a step; also from another thread than the other calls, before the step is sent."""
-        # Counted first: what is counted and not yet noted looks like done, which the next look corrects.
+        # Between the two lines the step counts as done, which the next look corrects.
         self._num_led += 1
         self._led.append(self._awake.at(now))
 
