@@ -25,7 +25,8 @@ from pdserve.deploy.ray_head import can_use_haproxy, check_port, free_port, laun
 from pdserve.deploy.records import DeploymentRecord, RecordStore, refuse_running
 from pdserve.deploy.running import Say, connect, deployment_status, interrupts_deferred, take_down
 from pdserve.router.ingress import Ingress, IngressSettings
-from pdserve.workers.memory_plan import MemoryPlan, available_memory_bytes, check_memory, plan_memory
+from pdserve.workers.machine import available_memory_bytes, num_gpus
+from pdserve.workers.memory_plan import MemoryPlan, check_memory, plan_memory
 from pdserve.workers.model.families import ModelSpec
 from pdserve.workers.model.loader import read_model_spec
 from pdserve.workers.model.source import default_name, is_from_hub, prepare_model
@@ -87,6 +88,7 @@ def prepare(config: DeploymentConfig, progress: ShowProgress, say: Say) -> tuple
     if config.engine.device == "cpu":
         check_memory([plans[role] for role in present], available_memory_bytes())
     else:
+        check_gpus(config, num_gpus())
         say("engine.device cuda: each rank sizes its KV by the memory of its GPU. No worker has run on a GPU yet")
     config = share_cpus(config, psutil.cpu_count() or 1, say)
     if RecordStore(state_dir()).load(config.name) is not None:
@@ -115,6 +117,16 @@ def share_cpus(config: DeploymentConfig, machine_cpus: int, say: Say) -> Deploym
             f"workers.num_cpus, or raise ray.num_cpus (--set ray.num_cpus={math.ceil(wanted)})"
         )
     return config.model_copy(update={"ray": config.ray.model_copy(update={"num_cpus": offered})})
+
+
+def check_gpus(config: DeploymentConfig, machine_gpus: int) -> None:
+    """Raise ConfigError if the machine lacks GPUs: Ray would wait for them for ever."""
+    wanted = sum(config.workers.count(role) * config.engine_of(role).tensor_parallel for role in Role)
+    if wanted > machine_gpus:
+        raise ConfigError(
+            f"engine.device cuda: {_count_workers(config)} need a GPU for each rank, {wanted} in all; this machine has "
+            f"{machine_gpus}"
+        )
 
 
 def _count_workers(config: DeploymentConfig) -> str:

@@ -103,6 +103,14 @@ IMPOSSIBLE = (
     (("--mixed", "0"), "at least one decode or mixed worker must own requests"),
     (("--prefill", "1"), "prefill workers need a decode worker"),
     (("--set", "workers.num_cpus=900"), "needs 900 CPUs"),
+    (("--tp", "3"), "engine.tensor_parallel 3: does not divide the model's"),
+    (("--tp", "0"), "engine.tensor_parallel"),
+    (("--tp", "-1"), "engine.tensor_parallel"),
+    (("--tp", "two"), "--tp"),
+    (
+        ("--set", "engine.device=cuda", "--set", "engine.kv_dtype=bfloat16", "--tp", "2"),
+        "1 mixed of 2 ranks worker(s) need a GPU for each rank, 2 in all; this machine has",
+    ),
     (("--config", "/nowhere.yaml"), "cannot read /nowhere.yaml"),
 )
 

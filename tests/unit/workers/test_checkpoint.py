@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from pdserve.cluster.base.config import AttentionKind, EngineConfig, LinearKind
 from pdserve.cluster.base.errors import CheckpointError, ConfigError
 from pdserve.cluster.base.kv_layout import KVDtype
-from pdserve.workers.memory_plan import available_memory_bytes, check_memory, plan_memory
+from pdserve.workers.machine import available_memory_bytes
+from pdserve.workers.memory_plan import check_memory, plan_memory
 from pdserve.workers.model.checkpoint import Checkpoint
 from pdserve.workers.model.families import read_spec
 from pdserve.workers.model.loader import load_model
