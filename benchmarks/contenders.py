@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from pdserve.cluster.base.clock import SystemClock
-from pdserve.cluster.base.config import EngineConfig, LinearKind
+from pdserve.cluster.base.engine_config import EngineConfig, LinearKind
 from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.cluster.base.request import Request, SamplingParams

@@ -32,7 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pdserve.benchmarks.environment import describe_environment
 from pdserve.benchmarks.gpu_models import generate
 from pdserve.cluster.base.clock import SystemClock
-from pdserve.cluster.base.config import EngineConfig
+from pdserve.cluster.base.engine_config import EngineConfig
 from pdserve.kvtransfer.transports.torch_store import TorchStore, open_store
 from pdserve.workers.assembly import AssembledEngine, assemble_engine, load_rank, make_follower
 from pdserve.workers.engine.plan import ForwardPlan

@@ -40,7 +40,8 @@ from pdserve.benchmarks.gpu_models import (
 )
 from pdserve.benchmarks.handoff_workers import make_request, run_to_end
 from pdserve.benchmarks.local_cluster import WorkerPlan, running_cluster
-from pdserve.cluster.base.config import AttentionKind, LinearKind, NumericsKind, TransferConfig, TransportKind
+from pdserve.cluster.base.config import TransferConfig, TransportKind
+from pdserve.cluster.base.engine_config import AttentionKind, LinearKind, NumericsKind
 from pdserve.cluster.base.errors import ConfigError
 from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.kv_layout import KVDtype

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from pdserve.cluster.base.clock import SystemClock
-from pdserve.cluster.base.config import EngineConfig, LinearKind
+from pdserve.cluster.base.engine_config import EngineConfig, LinearKind
 from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.request import Request, SamplingParams
 from pdserve.workers.assembly import AssembledEngine, assemble_engine

@@ -15,7 +15,8 @@ import torch
 
 from pdserve.benchmarks.local_cluster import LocalCluster, WorkerPlan, running_cluster
 from pdserve.cluster.base.clock import SystemClock
-from pdserve.cluster.base.config import EngineConfig, TransferConfig, TransportKind
+from pdserve.cluster.base.config import TransferConfig, TransportKind
+from pdserve.cluster.base.engine_config import EngineConfig
 from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.kv_layout import GroupLayout, KVDtype, KVLayout
 from pdserve.cluster.base.request import FinishReason, Request, SamplingParams

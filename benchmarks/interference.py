@@ -22,7 +22,8 @@ import numpy as np
 from pdserve.benchmarks.environment import describe_environment
 from pdserve.benchmarks.local_cluster import LocalCluster, WorkerPlan, running_cluster
 from pdserve.cluster.base.clock import SystemClock
-from pdserve.cluster.base.config import EngineConfig, TransferConfig
+from pdserve.cluster.base.config import TransferConfig
+from pdserve.cluster.base.engine_config import EngineConfig
 from pdserve.cluster.base.environment import cache_dir
 from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.request import Request, SamplingParams

@@ -1,6 +1,6 @@
 """Kinds of weights and KV, as benchmarks name them: engine.linear, or engine.linear+engine.kv_dtype."""
 
-from pdserve.cluster.base.config import LinearKind
+from pdserve.cluster.base.engine_config import LinearKind
 from pdserve.cluster.base.kv_layout import KVDtype
 
 

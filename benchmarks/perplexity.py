@@ -19,7 +19,7 @@ from pdserve.benchmarks.environment import describe_environment
 from pdserve.benchmarks.kinds import parse_kind
 from pdserve.benchmarks.sample_text import TEXT
 from pdserve.cluster.base.clock import SystemClock
-from pdserve.cluster.base.config import EngineConfig
+from pdserve.cluster.base.engine_config import EngineConfig
 from pdserve.cluster.base.environment import cache_dir
 from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.request import Request, SamplingParams

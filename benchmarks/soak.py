@@ -16,7 +16,7 @@ from pathlib import Path
 from pdserve.benchmarks.environment import describe_environment
 from pdserve.benchmarks.gpu_models import SMALL, save_random
 from pdserve.cluster.base.clock import SystemClock
-from pdserve.cluster.base.config import EngineConfig
+from pdserve.cluster.base.engine_config import EngineConfig
 from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.request import Request, SamplingParams, TokenBias
 from pdserve.workers.assembly import assemble_engine

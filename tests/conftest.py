@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.cluster.base.config import LinearKind
+from pdserve.cluster.base.engine_config import LinearKind
 from pdserve.cluster.base.environment import cache_dir
 from pdserve.workers.assembly import AssembledEngine
 from pdserve.workers.model.source import prepare_model

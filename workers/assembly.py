@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from pdserve.cluster.base.clock import Clock
-from pdserve.cluster.base.config import AttentionKind, EngineConfig, StrategyKind
+from pdserve.cluster.base.engine_config import AttentionKind, EngineConfig, StrategyKind
 from pdserve.workers.engine.engine import Engine
 from pdserve.workers.engine.rank_step import Followers
 from pdserve.workers.engine.scheduler import SchedulerSettings

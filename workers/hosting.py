@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pdserve.cluster.base.clock import SystemClock
-from pdserve.cluster.base.config import NumericsKind
+from pdserve.cluster.base.engine_config import NumericsKind
 from pdserve.cluster.base.environment import cache_dir
 from pdserve.cluster.base.errors import PdserveError
 from pdserve.cluster.base.ids import draw_incarnation

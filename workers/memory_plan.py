@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdserve.cluster.base.config import EngineConfig, LinearKind
+from pdserve.cluster.base.engine_config import EngineConfig, LinearKind
 from pdserve.cluster.base.errors import ConfigError
 from pdserve.cluster.base.kv_layout import GroupLayout, KVDtype, KVLayout
 from pdserve.workers.engine.sequence import blocks_for

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from pdserve.cluster.base.config import DeploymentConfig, EngineConfig
+from pdserve.cluster.base.config import DeploymentConfig
+from pdserve.cluster.base.engine_config import EngineConfig
 from pdserve.cluster.base.ids import WorkerId
 from pdserve.cluster.base.wire import ChannelSettings
 from pdserve.cluster.base.worker_info import Role

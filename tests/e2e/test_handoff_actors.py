@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import ray
 
-from pdserve.cluster.base.config import DeploymentConfig, EngineConfig, LinearKind, TransferConfig, TransportKind
+from pdserve.cluster.base.config import DeploymentConfig, TransferConfig, TransportKind
+from pdserve.cluster.base.engine_config import EngineConfig, LinearKind
 from pdserve.cluster.base.ids import WorkerId
 from pdserve.cluster.base.request import FinishReason, Request
 from pdserve.cluster.base.worker_info import Role

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.cluster.base.config import LinearKind
+from pdserve.cluster.base.engine_config import LinearKind
 from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.cluster.base.worker_info import NumericsClass
 from pdserve.workers.assembly import AssembledEngine

@@ -27,7 +27,7 @@ from transformers import (
     StableLmConfig,
 )
 
-from pdserve.cluster.base.config import AttentionKind, EngineConfig, LinearKind, RunnerKind
+from pdserve.cluster.base.engine_config import AttentionKind, EngineConfig, LinearKind, RunnerKind
 from pdserve.cluster.base.errors import CheckpointError
 from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.cluster.base.worker_info import NumericsClass

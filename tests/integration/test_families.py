@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from pdserve.benchmarks.perplexity import measure_perplexity
 from pdserve.benchmarks.sample_text import TEXT
-from pdserve.cluster.base.config import AttentionKind, LinearKind
+from pdserve.cluster.base.engine_config import AttentionKind, LinearKind
 from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.workers.assembly import AssembledEngine
 from pdserve.workers.model.self_test import SelfTest

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from pdserve.cluster.base.clock import SystemClock
-from pdserve.cluster.base.config import LinearKind, TransferConfig, TransportKind
+from pdserve.cluster.base.config import TransferConfig, TransportKind
+from pdserve.cluster.base.engine_config import LinearKind
 from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.cluster.base.request import Request
 from pdserve.router.replay import Replayer

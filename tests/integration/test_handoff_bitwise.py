@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pdserve.cluster.base.config import LinearKind, TransferConfig, TransportKind
+from pdserve.cluster.base.config import TransferConfig, TransportKind
+from pdserve.cluster.base.engine_config import LinearKind
 from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.cluster.base.request import FinishReason, Request
 from pdserve.workers.assembly import AssembledEngine

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pdserve.cluster.base.config import EngineConfig, LinearKind
+from pdserve.cluster.base.engine_config import EngineConfig, LinearKind
 from pdserve.cluster.base.errors import ConfigError
 from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.kv_layout import KVDtype

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from pdserve.cluster.base.clock import ManualClock
-from pdserve.cluster.base.config import LinearKind
+from pdserve.cluster.base.engine_config import LinearKind
 from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.cluster.base.request import Request
 from pdserve.workers.assembly import AssembledEngine

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from pdserve.cluster.base.clock import ManualClock
-from pdserve.cluster.base.config import AttentionKind, EngineConfig, LinearKind
+from pdserve.cluster.base.engine_config import AttentionKind, EngineConfig, LinearKind
 from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.cluster.base.request import FinishReason, Request, SamplingParams, forks_of

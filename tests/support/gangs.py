@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.cluster.base.clock import Clock
-from pdserve.cluster.base.config import EngineConfig, TransferConfig
+from pdserve.cluster.base.config import TransferConfig
+from pdserve.cluster.base.engine_config import EngineConfig
 from pdserve.cluster.base.errors import RankLostError
 from pdserve.cluster.base.ids import Incarnation
 from pdserve.cluster.base.wire import ChannelSettings

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pdserve.cluster.base.config import AttentionKind
+from pdserve.cluster.base.engine_config import AttentionKind
 from pdserve.cluster.base.errors import ConfigError
 from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.workers.attention.numba_cpu import NumbaAttention

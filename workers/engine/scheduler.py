@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pdserve.cluster.base.clock import Clock
-from pdserve.cluster.base.config import VictimKind
+from pdserve.cluster.base.engine_config import VictimKind
 from pdserve.cluster.base.errors import InvalidRequestError, OverloadedError
 from pdserve.cluster.base.ids import AttemptKey, RequestId
 from pdserve.cluster.base.kv_layout import KVLayout

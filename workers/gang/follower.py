@@ -16,7 +16,8 @@ from typing import get_args
 import psutil
 
 from pdserve.cluster.base.clock import Clock
-from pdserve.cluster.base.config import EngineConfig, TransferConfig
+from pdserve.cluster.base.config import TransferConfig
+from pdserve.cluster.base.engine_config import EngineConfig
 from pdserve.cluster.base.errors import (
     ChannelClosedError,
     ClientError,

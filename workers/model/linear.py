@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pdserve.cluster.base.config import LinearKind
+from pdserve.cluster.base.engine_config import LinearKind
 from pdserve.cluster.base.errors import ConfigError
 from pdserve.workers.model.numba_ops import divide_rows
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from pdserve.cluster.base.config import AttentionKind, LinearKind, NumericsKind, RunnerKind
+from pdserve.cluster.base.engine_config import AttentionKind, LinearKind, NumericsKind, RunnerKind
 from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.workers.attention.choice import AttentionShape, ChosenAttention, choose_attention
 from pdserve.workers.attention.protocol import AttentionParameters, StepMetadata

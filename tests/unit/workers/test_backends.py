@@ -8,7 +8,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from pdserve.cluster.base.config import AttentionKind, EngineConfig, NumericsKind
+from pdserve.cluster.base.engine_config import AttentionKind, EngineConfig, NumericsKind
 from pdserve.cluster.base.errors import ConfigError
 from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.workers.attention import choice

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from pdserve.cluster.base.config import AttentionKind, EngineConfig, LinearKind
+from pdserve.cluster.base.engine_config import AttentionKind, EngineConfig, LinearKind
 from pdserve.cluster.base.errors import CheckpointError, ConfigError
 from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.workers.machine import available_memory_bytes

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from pdserve.cluster.base.config import LinearKind
+from pdserve.cluster.base.engine_config import LinearKind
 from pdserve.workers.engine.plan import NO_TOKEN, SamplingArrays
 from pdserve.workers.engine.sampler import sample_rows
 from pdserve.workers.model.head import Head

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pdserve.cluster.base.config import LinearKind
+from pdserve.cluster.base.engine_config import LinearKind
 from pdserve.cluster.base.errors import ConfigError
 from pdserve.workers.model.linear import PADDINGS, Linear, LinearFactory, Padding, Product, find_padding
 from pdserve.workers.model.numba_ops import divide_rows

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdserve.cluster.base.clock import ManualClock
-from pdserve.cluster.base.config import VictimKind
+from pdserve.cluster.base.engine_config import VictimKind
 from pdserve.cluster.base.errors import InvalidRequestError, OverloadedError
 from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.request import FinishReason, Request, forks_of

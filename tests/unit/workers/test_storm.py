@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from pdserve.cluster.base.clock import ManualClock
-from pdserve.cluster.base.config import VictimKind
+from pdserve.cluster.base.engine_config import VictimKind
 from pdserve.cluster.base.errors import InvalidRequestError
 from pdserve.cluster.base.request import Request, forks_of
 from pdserve.workers.engine.block_pool import NO_BLOCK
