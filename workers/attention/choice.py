@@ -6,6 +6,7 @@ case of the deployment's own shape, and is passed by, with the reason, if it ref
 
 import importlib.util
 import logging
+from collections.abc import Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,7 +61,9 @@ def choose_attention(
         return _choose_for_cpu(kind)
     if kind is AttentionKind.NUMBA:
         raise ConfigError(f"engine.attention numba runs on cpu only, not on {device}")
-    order = _order(kind, shape, is_invariant=is_invariant)
+    order = (
+        [kind] if kind is not AttentionKind.AUTO else usable_backends(shape, _installed(), is_invariant=is_invariant)
+    )
     notes: list[str] = []
     for candidate in order:
         try:
@@ -85,21 +88,25 @@ def _choose_for_cpu(kind: AttentionKind) -> ChosenAttention:
     raise ConfigError(f"engine.attention {kind} runs on cuda only")
 
 
-def _order(kind: AttentionKind, shape: AttentionShape, *, is_invariant: bool) -> list[AttentionKind]:
-    """Return which backends to try, best first: those that can do what the model asks."""
-    if kind is not AttentionKind.AUTO:
-        return [kind]
+def _installed() -> set[AttentionKind]:
+    """Return the backends whose libraries are here."""
+    libraries = {AttentionKind.FLASHINFER: "flashinfer", AttentionKind.TRITON: "triton"}
+    found = {kind for kind, library in libraries.items() if importlib.util.find_spec(library) is not None}
+    return found | {AttentionKind.VARLEN, AttentionKind.TORCH}
+
+
+def usable_backends(shape: AttentionShape, installed: Set[AttentionKind], *, is_invariant: bool) -> list[AttentionKind]:
+    """Return which of the installed backends to try on CUDA, best first: those that can do what the model asks."""
     order = []
-    if not is_invariant and not shape.has_sinks and importlib.util.find_spec("flashinfer") is not None:
+    if not is_invariant and not shape.has_sinks:
         order.append(AttentionKind.FLASHINFER)
     is_half = shape.kv_dtype in (KVDtype.BFLOAT16, KVDtype.FLOAT16)
     if is_half and not shape.softcap and not shape.has_sinks:
         order.append(AttentionKind.VARLEN)
-    if importlib.util.find_spec("triton") is not None:
-        order.append(AttentionKind.TRITON)
+    order.append(AttentionKind.TRITON)
     if not is_invariant:
         order.append(AttentionKind.TORCH)
-    return order
+    return [kind for kind in order if kind in installed]
 
 
 def _make(kind: AttentionKind, device: torch.device, *, is_invariant: bool) -> AttentionBackend:

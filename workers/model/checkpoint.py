@@ -81,19 +81,24 @@ def _canonical_config(path: Path) -> bytes:
     return json.dumps(json.loads(path.read_text()), sort_keys=True).encode()
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_names(folder: Path) -> list[str]:
+    """Return the files of a folder that hold the weights, whether they are there or not. Raises CheckpointError."""
     index = folder / INDEX_FILE
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{index}: not a weight index: {error}") from error
-        paths = [folder / name for name in names]
-    else:
-        paths = [folder / SINGLE_FILE]
+    if not index.exists():
+        return [SINGLE_FILE]
+    try:
+        names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index}: not a weight index: {error}") from error
+    for name in names:
+        if Path(name).name != name:
+            raise CheckpointError(f"{index}: {name} lies outside the folder")
+    return names
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    paths = [folder / name for name in weight_names(folder)]
     for path in paths:
-        if path.resolve().parent != folder.resolve() and not path.is_symlink():
-            raise CheckpointError(f"{index}: {path.name} lies outside the folder")
         if not path.exists():
             raise CheckpointError(f"{path} is missing (safetensors weights are needed)")
     return paths

@@ -4,7 +4,6 @@ Files go to the hub library's own cache, where other tools find them; its enviro
 HF_TOKEN, HF_HUB_OFFLINE) hold. What cannot be served is refused before the weights are fetched.
 """
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -21,16 +20,16 @@ from huggingface_hub.errors import (
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # it has no types
 
 from pdserve.cluster.base.errors import CheckpointError
+from pdserve.workers.model.checkpoint import weight_names
 from pdserve.workers.model.families import read_config
 from pdserve.workers.model.gguf_import import Progress, locked
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 DESCRIPTION = ["*.json", "*.jinja", "*.model", "tokenizer*", "vocab*", "merges*"]
+
 Check = Callable[[Path], None]
 """Called with a folder without weights; raises if the model cannot be served."""
 
-INDEX = "model.safetensors.index.json"
-WHOLE = "model.safetensors"
 SUBFOLDERS = ["*/*"]
 
 
@@ -62,23 +61,13 @@ def download(
             raise CheckpointError(f"model.path {hub_id}: it has no config.json")
         read_config(described)
         check(described)
-        names = _weight_names(described)
+        names = weight_names(described)
         # The commit that was described: a branch may move meanwhile.
         folder = _fetch(hub_id, described.name, names, f"downloading the weights of {hub_id}", progress)
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise CheckpointError(f"model.path {hub_id}: it has no {missing[0]}")
     return folder
-
-
-def _weight_names(folder: Path) -> list[str]:
-    """Return the files that hold the weights: a repository may have them in other forms too."""
-    if not (folder / INDEX).is_file():
-        return [WHOLE]
-    try:
-        return sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder / INDEX}: no weight_map") from error
 
 
 def _fetch(hub_id: str, revision: str | None, patterns: list[str], stage: str, progress: Progress) -> Path:

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from pdserve.cluster.base.engine_config import AttentionKind, EngineConfig, NumericsKind
 from pdserve.cluster.base.errors import ConfigError
 from pdserve.cluster.base.kv_layout import KVDtype
-from pdserve.workers.attention import choice
-from pdserve.workers.attention.choice import AttentionShape, choose_attention
+from pdserve.workers.attention.choice import AttentionShape, choose_attention, usable_backends
 from pdserve.workers.attention.flashinfer_paged import page_lists
 from pdserve.workers.attention.numba_cpu import NumbaAttention
 from pdserve.workers.attention.protocol import build_metadata
@@ -52,24 +51,27 @@ def test_a_cpu_has_numba_and_the_reference() -> None:
 @pytest.mark.parametrize(
     ("shape", "is_invariant", "expected"),
     [
-        (make_shape(), False, ["varlen", "triton", "torch"]),
+        (make_shape(), False, ["flashinfer", "varlen", "triton", "torch"]),
         (make_shape(), True, ["varlen", "triton"]),
-        (make_shape(softcap=30.0), False, ["triton", "torch"]),
+        (make_shape(softcap=30.0), False, ["flashinfer", "triton", "torch"]),
         (make_shape(has_sinks=True), True, ["triton"]),
-        (make_shape(kv_dtype=KVDtype.FLOAT8), False, ["triton", "torch"]),
+        (make_shape(kv_dtype=KVDtype.FLOAT8), False, ["flashinfer", "triton", "torch"]),
     ],
 )
 def test_only_backends_that_can_do_what_the_model_asks_are_tried(
     shape: AttentionShape, is_invariant: bool, expected: list[str]
 ) -> None:
-    # FlashInfer is not installed here.
-    order = choice._order(AttentionKind.AUTO, shape, is_invariant=is_invariant)
-    assert [kind.value for kind in order] == expected
-    assert choice._order(AttentionKind.VARLEN, shape, is_invariant=is_invariant) == [AttentionKind.VARLEN]
+    everything = {kind for kind in AttentionKind if kind is not AttentionKind.AUTO}
+    assert [kind.value for kind in usable_backends(shape, everything, is_invariant=is_invariant)] == expected
+    without = everything - {AttentionKind.FLASHINFER}
+    found = usable_backends(shape, without, is_invariant=is_invariant)
+    assert [kind.value for kind in found] == [name for name in expected if name != "flashinfer"]
 
 
-def test_a_library_that_is_not_there_is_refused_by_name() -> None:
-    assert "flashinfer" not in sys.modules
+def test_a_library_that_is_not_there_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Also where it is installed.
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    monkeypatch.delitem(sys.modules, "pdserve.workers.attention.flashinfer_paged", raising=False)
     with pytest.raises(ConfigError, match=r"attention flashinfer: ModuleNotFoundError"):
         choose_attention(AttentionKind.FLASHINFER, torch.device("meta"), make_shape())
 
