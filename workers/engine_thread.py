@@ -160,7 +160,8 @@ class EngineThread:
 
     def _turn(self) -> bool:
         """Take the inbox in and step; False if there are sequences and none of them can go on."""
-        has_news = bool(self._inbox)
+        # Copies that are settled here give blocks back, for which a request may wait.
+        has_news = bool(self._inbox) or self._engine.has_unsettled_copies
         refusals = self._drain_inbox()
         num_steps = self._engine.num_steps
         deltas = self._engine.step()

@@ -16,6 +16,7 @@ from pdserve.cluster.base.engine_config import EngineConfig, LinearKind
 from pdserve.cluster.base.ids import WorkerId
 from pdserve.cluster.base.request import FinishReason, Request
 from pdserve.cluster.base.worker_info import Role
+from pdserve.workers.plan import WorkerPlan
 from support.controllers import StubController
 from support.engines import make_engine, make_request, prompts_of, run
 from support.faulty_actor import FaultyWorkerActor
@@ -57,11 +58,19 @@ async def running_actors(controller: StubController, folder: Path) -> AsyncItera
     async def resolve() -> Any:
         return endpoint
 
-    remote = ray.remote(num_cpus=1)(FaultyWorkerActor)
-    actors = {
-        name: remote.remote(WorkerId(name), role, config, str(folder), "tiny", CHANNEL, resolve)
+    plans = [
+        WorkerPlan(
+            worker_id=WorkerId(name),
+            role=role,
+            config=config,
+            model_folder=str(folder),
+            served_name="tiny",
+            channel=CHANNEL,
+        )
         for name, role in (("prefill-0", Role.PREFILL), ("prefill-1", Role.PREFILL), ("decode-0", Role.DECODE))
-    }
+    ]
+    remote = ray.remote(num_cpus=1)(FaultyWorkerActor)
+    actors = {plan.worker_id: remote.remote(plan, lambda: "127.0.0.1", resolve) for plan in plans}
     try:
         await asyncio.gather(*(actor.wait_started.remote() for actor in actors.values()))
         yield actors

@@ -1,6 +1,7 @@
 """Real models of several ranks, prefill and decode apart: equal ranks are bitwise, unequal ones say the same."""
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from support.services import CHANNEL, eventually, generate, running_controller, 
 
 LENGTHS = (1, 16, 33, 70, 110)
 NUM_TOKENS = 16
+BLOCK_SIZE = 16
+WAIT_S = 10.0
 
 
 @asynccontextmanager
@@ -54,17 +57,21 @@ async def running_gangs(
     prefill_ranks: int,
     decode_ranks: int,
     transport: TransportKind = TransportKind.SHM,
+    of_decode: Mapping[str, object] | None = None,
     **settings: object,
 ) -> AsyncIterator[Pair]:
-    """A prefill and a decode worker that are linked."""
+    """A prefill and a decode worker that are linked; `of_decode` are settings of the second only."""
     transfer = TransferConfig(transports=(transport,), slot_bytes=64 << 10)
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         controller = await enter(running_controller())
         replayer: Replayer = await enter(running_replayer(controller))
         workers = [
-            await enter(running_gang_worker(controller, name, folder, num_ranks, transfer, **settings))
-            for name, num_ranks in (("prefill-0", prefill_ranks), ("decode-0", decode_ranks))
+            await enter(running_gang_worker(controller, name, folder, num_ranks, transfer, **settings, **more))
+            for name, num_ranks, more in (
+                ("prefill-0", prefill_ranks, {}),
+                ("decode-0", decode_ranks, of_decode or {}),
+            )
         ]
         await eventually(lambda: replayer.dispatcher.has_worker and has_link(workers[1]), "connected")
         yield Pair(controller, replayer, *workers)
@@ -122,6 +129,23 @@ async def test_unequal_ranks_say_what_one_rank_says(
             if tokens != expected[name]:
                 prompt = next(request.prompt_token_ids for request in requests if request.request_id == name)
                 assert_greedy(model, list(prompt), tokens)
+
+
+async def test_a_request_that_waits_for_blocks_which_ranks_copy_is_admitted(
+    shared_checkpoints: Callable[[str], Path],
+) -> None:
+    # The last blocks come back when an idle worker settles its copies: a turn without a step.
+    folder = shared_checkpoints("llama")
+    settings = {"kv_memory_gib": 0.00095, "host_memory_gib": 0.004, "max_batch_tokens": 64, "max_running": 8}
+    async with running_gangs(folder, 1, 2, of_decode=settings) as pair:
+        num_tokens = pair.decode.load().num_blocks * BLOCK_SIZE
+        short, long = prompts_of((31, num_tokens - 2))
+        first = asyncio.create_task(generate(pair.replayer, make_request("short", short, max_tokens=18)))
+        await eventually(lambda: pair.decode.load().num_running > 0, "the short one runs")
+        second = asyncio.create_task(generate(pair.replayer, make_request("long", long, max_tokens=2)))
+        await asyncio.wait_for(asyncio.gather(first, second), WAIT_S)
+        assert pair.decode.load().num_prefilled_tokens == 0, "the second one came over the link"
+        await assert_clean(pair.prefill, pair.decode)
 
 
 async def test_converted_rows_of_gangs_are_right(shared_checkpoints: Callable[[str], Path]) -> None:

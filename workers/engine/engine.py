@@ -80,8 +80,13 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """True if there are sequences, or copies that the other ranks are still to make."""
-        return self.scheduler.has_work or bool(self._copies)
+        """True if there are sequences, or copies to settle."""
+        return self.scheduler.has_work or self.has_unsettled_copies
+
+    @property
+    def has_unsettled_copies(self) -> bool:
+        """True if there are copies of blocks that the other ranks are still to make; it ends with the next `step`."""
+        return bool(self._copies)
 
     def step(self) -> list[TokenDelta]:
         """Compute one plan; return the new tokens. Empty if there was nothing to compute."""
