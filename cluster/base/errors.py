@@ -93,3 +93,9 @@ class EngineError(InternalError):
 
 class ProtocolError(InternalError):
     """A peer sent a frame that the protocol does not allow."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return what an error says in one line; its type if it says nothing, as MemoryError and TimeoutError do."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -14,7 +14,7 @@ import ray
 
 from pdserve.cluster.base.clock import SystemClock
 from pdserve.cluster.base.config import DeploymentConfig
-from pdserve.cluster.base.errors import ChannelClosedError, ClientError
+from pdserve.cluster.base.errors import ChannelClosedError
 from pdserve.cluster.base.ids import Incarnation, WorkerId
 from pdserve.cluster.base.logs import configure_logging
 from pdserve.cluster.base.messages import (
@@ -39,7 +39,7 @@ from pdserve.cluster.base.route import Route
 from pdserve.cluster.base.tasks import BackgroundTasks
 from pdserve.cluster.base.wire import Channel, ChannelServer, ChannelSettings
 from pdserve.cluster.base.worker_info import ClusterStatus, Endpoint, Role, WorkerInfo, WorkerView
-from pdserve.cluster.control.launcher import Creator, GangShape, Launcher
+from pdserve.cluster.control.launcher import Creator, GangShape, Launcher, cause_of
 from pdserve.cluster.control.membership import Instruction, Membership, MembershipSettings, StartWorker, role_of
 from pdserve.cluster.control.placement import LeastLoaded
 
@@ -167,7 +167,7 @@ class Controller:
         try:
             await self._launcher.wait_ended(worker_id, rank)
         except ray.exceptions.RayError as error:
-            cause, is_permanent = _cause_of(error, f"rank {rank}: its process died")
+            cause, is_permanent = cause_of(error, f"rank {rank}: its process died")
             instructions = self._membership.failed_to_start(worker_id, cause, is_permanent=is_permanent)
             for instruction in instructions or self._membership.failed(worker_id, cause):
                 await self._execute(instruction)
@@ -177,7 +177,7 @@ class Controller:
         try:
             await self._launcher.wait_started(worker_id)
         except ray.exceptions.RayError as error:
-            cause, is_permanent = _cause_of(error, str(error))
+            cause, is_permanent = cause_of(error, str(error))
             for instruction in self._membership.failed_to_start(worker_id, cause, is_permanent=is_permanent):
                 await self._execute(instruction)
 
@@ -322,12 +322,6 @@ class Controller:
         scrape = self._scrapes.pop(number, None)
         if scrape is not None:
             self._post(scrape.channel, MetricsAnswer(query_id=scrape.query_id, texts=tuple(scrape.texts)))
-
-
-def _cause_of(error: ray.exceptions.RayError, death: str) -> tuple[str, bool]:
-    """Return what a worker's call raised, or `death` if its process ended; and if another start would end so too."""
-    raised = getattr(error, "cause", None)
-    return str(raised or death).strip().splitlines()[-1], isinstance(raised, ClientError)
 
 
 class _Search:

@@ -20,6 +20,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from pdserve.cluster.base.errors import ClientError
 from pdserve.cluster.base.ids import WorkerId
 from pdserve.cluster.base.worker_info import Role
 from pdserve.cluster.control.membership import role_of
@@ -152,6 +153,14 @@ class Launcher:
         except ValueError:
             return
         remove_placement_group(group)
+
+
+def cause_of(error: ray.exceptions.RayError, death: str) -> tuple[str, bool]:
+    """Return what an actor's call raised, or `death` if its process ended; and if another start would end so too."""
+    raised = getattr(error, "cause", None)
+    # Not every exception has a text: MemoryError, TimeoutError, a bare assert.
+    lines = str(raised or death).strip().splitlines() or [type(raised or error).__name__]
+    return lines[-1], isinstance(raised, ClientError)
 
 
 def _rank_name(worker_name: str, rank: int) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from pdserve.cluster.base.engine_config import AttentionKind
-from pdserve.cluster.base.errors import ConfigError
+from pdserve.cluster.base.errors import ConfigError, first_line
 from pdserve.cluster.base.kv_layout import KVDtype
 from pdserve.workers.attention.numba_cpu import NumbaAttention
 from pdserve.workers.attention.protocol import AttentionBackend, AttentionParameters, StepMetadata, build_metadata
@@ -70,7 +70,7 @@ def choose_attention(
             backend = _make(candidate, device, is_invariant=is_invariant)
             fault = find_fault(backend, device, shape)
         except Exception as error:  # noqa: BLE001 — a library may raise anything; the next one is tried
-            fault = f"{type(error).__name__}: {error}".splitlines()[0]
+            fault = f"{type(error).__name__}: {first_line(error)}"
         if fault is None:
             return ChosenAttention(
                 backend=backend, kind=candidate, is_invariant=is_invariant and candidate in INVARIANT

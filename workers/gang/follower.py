@@ -25,6 +25,7 @@ from pdserve.cluster.base.errors import (
     PdserveError,
     ProtocolError,
     RankLostError,
+    first_line,
 )
 from pdserve.cluster.base.messages import Message
 from pdserve.cluster.base.rank_messages import (
@@ -178,7 +179,7 @@ class Follower:
             # The barrier of this task: rank 0 is told, and the process ends.
             logger.exception("this rank cannot start")
             self._fail(
-                str(error) or type(error).__name__,
+                first_line(error),
                 is_permanent=isinstance(error, ClientError),
                 is_consequence=isinstance(error, RankLostError),
             )
@@ -249,7 +250,7 @@ class Follower:
         except Exception as error:
             # The barrier of this task: rank 0 is told, and the process ends.
             logger.exception("this rank cannot take part in the hand-off")
-            self._fail(str(error) or type(error).__name__)
+            self._fail(first_line(error))
             return
         orders, self._orders = self._orders, []
         for order in orders:

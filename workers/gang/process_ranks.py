@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pdserve.cluster.base.errors import RankLostError
+from pdserve.cluster.base.errors import RankLostError, first_line
 from pdserve.kvtransfer.transports.torch_store import torch_distributed
 from pdserve.workers.model.parallel import sum_in_order
 
@@ -62,7 +62,7 @@ class ProcessRank:
             # NCCL meets at the first operation; Gloo gives each one this time-out.
             self._wait(self._group.allreduce([torch.zeros(1, device=device)]), meet_s)
         except RuntimeError as error:
-            raise RankLostError(f"the ranks did not meet: {_first_line(error)}") from error
+            raise RankLostError(f"the ranks did not meet: {first_line(error)}") from error
 
     def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
         """See RankGroup."""
@@ -101,7 +101,7 @@ class ProcessRank:
         try:
             self._wait(begin(), COLLECTIVE_TIMEOUT_S)
         except RuntimeError as error:
-            raise RankLostError(f"another rank is gone: {_first_line(error)}") from error
+            raise RankLostError(f"another rank is gone: {first_line(error)}") from error
 
     def _wait(self, work: Any, timeout_s: float) -> None:
         if self._is_gloo:
@@ -109,7 +109,3 @@ class ProcessRank:
         else:
             # Orders the stream, and does not block the thread.
             work.wait()
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from pdserve.cluster.base.errors import CheckpointError
+from pdserve.cluster.base.errors import CheckpointError, first_line
 from pdserve.workers.model.fallback_calls import PROBE_NAME, Holder, LayerCall, register, window_of
 from pdserve.workers.model.families import Activation, KVGroupSpec, LayerSpec, ModelSpec, eos_ids, read_config
 
@@ -128,8 +128,7 @@ def _probe(folder: Path, config: PretrainedConfig) -> _Probe:
         raise _refusal(folder, config, str(error)) from error
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, NotImplementedError) as error:
         # Whatever a model's code says that does not fit: it is transformers' own.
-        lines = str(error).strip().splitlines()
-        first = lines[0] if lines else type(error).__name__
+        first = first_line(error)
         if PROBE_NAME in first:
             first = "it looks attention up in a table of its own"
         raise _refusal(folder, config, first) from error

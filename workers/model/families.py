@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
-from pdserve.cluster.base.errors import CheckpointError, ConfigError
+from pdserve.cluster.base.errors import CheckpointError, ConfigError, first_line
 from pdserve.workers.model.rope import RopeSpec, read_rope
 
 FULL_ATTENTION = "full_attention"
@@ -227,8 +227,8 @@ def read_config(folder: Path) -> PretrainedConfig:
         return AutoConfig.from_pretrained(str(folder), local_files_only=True)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         # One that transformers does not know, or with values that it refuses.
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"{folder}/config.json: model_type {raw.get('model_type')!r}: {first}") from error
+        message = f"{folder}/config.json: model_type {raw.get('model_type')!r}: {first_line(error)}"
+        raise CheckpointError(message) from error
 
 
 def _read_raw_config(folder: Path) -> dict[str, object]:

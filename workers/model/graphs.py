@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pdserve.cluster.base.errors import first_line
 from pdserve.workers.attention.protocol import GroupTensors, StepMetadata, StepTensors, build_metadata
 from pdserve.workers.engine.plan import ForwardPlan, Int32
 from pdserve.workers.kv.store import KVStore
@@ -99,7 +100,7 @@ class GraphedDecoder:
             try:
                 graph = self._capture(size, pool)
             except RuntimeError as error:
-                logger.warning("no CUDA graph of %d rows: %s", size, str(error).splitlines()[0])
+                logger.warning("no CUDA graph of %d rows: %s", size, first_line(error))
                 continue
             self._graphs[size] = graph
             pool = graph.graph.pool()

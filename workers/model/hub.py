@@ -19,7 +19,7 @@ from huggingface_hub.errors import (
 )
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # it has no types
 
-from pdserve.cluster.base.errors import CheckpointError
+from pdserve.cluster.base.errors import CheckpointError, first_line
 from pdserve.workers.model.checkpoint import weight_names
 from pdserve.workers.model.families import read_config
 from pdserve.workers.model.gguf_import import Progress, locked
@@ -82,7 +82,7 @@ def _fetch(hub_id: str, revision: str | None, patterns: list[str], stage: str, p
     except LocalEntryNotFoundError as error:
         raise CheckpointError(
             f"model.path {hub_id}: neither a local folder nor cached, and the hub cannot be reached: "
-            f"{_first_line(error.__cause__ or error)}"
+            f"{first_line(error.__cause__ or error)}"
         ) from error
     except RevisionNotFoundError as error:
         raise CheckpointError(f"model.revision {revision}: {hub_id} has no such branch, tag or commit") from error
@@ -91,13 +91,8 @@ def _fetch(hub_id: str, revision: str | None, patterns: list[str], stage: str, p
             f"model.path {hub_id}: neither a local folder nor a repository of the hub that can be read (HF_TOKEN)"
         ) from error
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
-        raise CheckpointError(f"model.path {hub_id}: {_first_line(error)}") from error
+        raise CheckpointError(f"model.path {hub_id}: {first_line(error)}") from error
     return Path(folder)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
 
 
 def progress_bar(stage: str, progress: Progress) -> type[Any]:
