@@ -121,6 +121,7 @@ class LandingThread:
         self._events = events
         self._incarnation = incarnation
         self._bindings: dict[TransferId, _Binding] = {}
+        self._transfers: set[TransferId] = set()
         self._early: list[_Landed] = []
         self._last_transfer_no = 0
         self._fenced: set[int] = set()
@@ -129,9 +130,9 @@ class LandingThread:
         self._thread = threading.Thread(target=self._run, name="landing", daemon=True)
 
     @property
-    def num_bindings(self) -> int:
-        """Transfers expected or bound."""
-        return len(self._bindings)
+    def num_transfers(self) -> int:
+        """Transfers between `expect` and the answer to `unbind`."""
+        return len(self._transfers)
 
     def start(self) -> None:
         """Start the thread."""
@@ -147,6 +148,8 @@ class LandingThread:
 
     def expect(self, transfer: TransferId) -> None:
         """Chunks of this transfer may come; they wait for `bind`."""
+        # At once, not when the thread gets to it: a poller that is woken now would park again.
+        self._transfers.add(transfer)
         self._put(_Expect(transfer))
 
     def bind(self, transfer: TransferId, target: ScatterTarget) -> None:
@@ -205,6 +208,7 @@ class LandingThread:
                 unbound = self._bindings.pop(transfer, None)
                 for landed in unbound.waiting if unbound is not None else ():
                     self._events.chunk_dropped(landed.header)
+                self._transfers.discard(transfer)
                 self._events.unbound(transfer)
             case _Landed(header) if header.link_no in self._fenced:
                 logger.debug("link_no=%d a chunk of a fenced link is dropped", header.link_no)

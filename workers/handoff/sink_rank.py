@@ -78,11 +78,11 @@ class SinkRank:
     @property
     def is_receiving(self) -> bool:
         """True while chunks may come; from any thread."""
-        return self._landing.num_bindings > 0
+        return self._landing.num_transfers > 0
 
     @property
     def _num_held(self) -> int:
-        return self._landing.num_bindings + sum(pair.num_occupied_slots for pair in self._pairs.values())
+        return self._landing.num_transfers + sum(pair.num_occupied_slots for pair in self._pairs.values())
 
     def post(self, order: HandoffOrder) -> None:
         """See RankPort."""

@@ -384,6 +384,19 @@ def test_chunks_before_bind_wait_and_after_unbind_are_dropped() -> None:
     assert target.bodies == [bytes([3] * 8)] * 2
 
 
+def test_a_transfer_counts_from_its_announcement_on() -> None:
+    # Not from when the thread gets to it: who is woken to look for its chunks looks right now, and parks else.
+    log = LandingLog()
+    landing = LandingThread(log, Incarnation("d"))
+    landing.expect(make_transfer_id(1))
+    assert landing.num_transfers == 1
+    landing.start()
+    landing.unbind(make_transfer_id(1))
+    wait_for(lambda: log.events == [("unbound", 1)])
+    assert landing.num_transfers == 0
+    assert landing.stop(WAIT_S)
+
+
 def test_chunks_that_come_before_their_transfer_is_announced_wait_for_it() -> None:
     # Rank 0, which announces it, is another process than the rank whose thread this is.
     target = FakeTarget()
