@@ -58,7 +58,8 @@ class Case:
 class NullRunner:
     """Announces layers and samples token 7; computes nothing. Notes when it did, in its process's environment."""
 
-    def __init__(self, times: "Queue[tuple[str, float]] | None" = None) -> None:
+    def __init__(self, num_layers: int, times: "Queue[tuple[str, float]] | None" = None) -> None:
+        self._num_layers = num_layers
         self._times = times
 
     def bind_thread(self) -> None:
@@ -81,7 +82,7 @@ class NullRunner:
         if on_layer is None and self._times is not None:
             self._times.put(("decode", time.monotonic()))
         if on_layer is not None:
-            for layer in range(LAYOUT.num_layers):
+            for layer in range(self._num_layers):
                 on_layer(layer)
             if self._times is not None:
                 self._times.put(("last layer", time.monotonic()))
@@ -103,9 +104,8 @@ def make_null_engine(times: "Queue[tuple[str, float]]", layers_per_chunk: int) -
         max_model_len=NUM_BLOCKS * 16,
         has_prefix_cache=False,
     )
-    engine = Engine(
-        settings, NullRunner(times), layout=LAYOUT, num_blocks=(NUM_BLOCKS,), clock=SystemClock(), promised_share=1.0
-    )
+    runner = NullRunner(LAYOUT.num_layers, times)
+    engine = Engine(settings, runner, layout=LAYOUT, num_blocks=(NUM_BLOCKS,), clock=SystemClock(), promised_share=1.0)
     return engine, store
 
 

@@ -17,6 +17,7 @@ from pdserve.cluster.base.clock import SystemClock
 from pdserve.cluster.base.config import TransferConfig
 from pdserve.cluster.base.ids import IngressId, WorkerId, draw_incarnation
 from pdserve.cluster.base.messages import (
+    CacheUpdate,
     Message,
     MetricsRequest,
     MetricsText,
@@ -26,6 +27,7 @@ from pdserve.cluster.base.messages import (
     Report,
     RouteAnswer,
     RouteQuery,
+    SendSnapshot,
     Subscribe,
     View,
 )
@@ -40,7 +42,8 @@ from pdserve.cluster.base.worker_info import (
     WorkerState,
     WorkerView,
 )
-from pdserve.cluster.control.placement import LeastLoaded
+from pdserve.cluster.control.least_loaded import LeastLoaded
+from pdserve.cluster.control.placement import Placement
 from pdserve.router.dispatch import Dispatcher
 from pdserve.router.replay import Replayer, ReplaySettings
 from pdserve.workers.actors import SWITCH_INTERVAL_S
@@ -68,9 +71,9 @@ class WorkerPlan:
 class LocalController:
     """Knows the workers and routes by the real placement."""
 
-    def __init__(self, settings: ChannelSettings) -> None:
+    def __init__(self, settings: ChannelSettings, placement: Placement) -> None:
         self._server = ChannelServer(settings, self)
-        self._placement = LeastLoaded()
+        self._placement = placement
         self._workers: dict[Channel, WorkerInfo] = {}
         self._loads: dict[Channel, WorkerLoad] = {}
         self._ingresses: list[Channel] = []
@@ -111,33 +114,42 @@ class LocalController:
             for channel, info in self._workers.items()
         )
 
+    def _placed(self, channel: Channel) -> None:
+        info, load = self._workers[channel], self._loads[channel]
+        self._placement.updated(WorkerView(info=info, state=WorkerState.READY, load=load))
+
     def channel_opened(self, channel: Channel) -> None:
         """See ChannelHandler."""
 
     def channel_closed(self, channel: Channel, reason: str) -> None:
         """See ChannelHandler."""
-        self._workers.pop(channel, None)
+        info = self._workers.pop(channel, None)
+        if info is not None:
+            self._placement.removed(info.worker_id)
 
     def message_received(self, channel: Channel, message: Message) -> None:
         """See ChannelHandler."""
         match message:
             case Register(info=info, load=load):
                 self._workers[channel], self._loads[channel] = info, load
+                self._placed(channel)
                 channel.post(Registered(worker_id=info.worker_id))
                 prefills = tuple(found for found in self._workers.values() if found.role is Role.PREFILL)
                 for worker, found in self._workers.items():
                     if found.role is Role.DECODE:
                         worker.post(Peers(workers=prefills))
                 self._publish()
-            case Report(worker_id=worker_id, load=load):
+            case Report(load=load):
                 self._loads[channel] = load
-                self._placement.reported(worker_id)
+                self._placed(channel)
             case Subscribe():
                 self._ingresses.append(channel)
                 self._publish()
-            case RouteQuery(query_id=query_id, num_prompt_tokens=num_prompt_tokens):
-                route = self._placement.choose(self._view(), num_prompt_tokens)
-                channel.post(RouteAnswer(query_id=query_id, route=route))
+            case CacheUpdate():
+                if not self._placement.cache_changed(message):
+                    channel.post(SendSnapshot())
+            case RouteQuery(query_id=query_id, request=request):
+                channel.post(RouteAnswer(query_id=query_id, route=self._placement.choose(request)))
             case MetricsText():
                 self._texts.put_nowait(message)
             case _:
@@ -172,7 +184,10 @@ async def _serve(
             max_model_len=0,
             num_blocks=max(store.num_blocks),
             block_size=store.block_size,
-            max_running=0,
+            max_running=engine.scheduler.max_running,
+            max_batch_tokens=engine.scheduler.max_batch_tokens,
+            prefix_identity=engine.identity,
+            kv_token_bytes=store.layout.num_layers * store.layout.token_bytes,
             memory_bytes=0,
         )
 
@@ -207,10 +222,12 @@ class LocalCluster:
 
 
 @asynccontextmanager
-async def running_cluster(plans: list[WorkerPlan], transfer: TransferConfig) -> AsyncIterator[LocalCluster]:
-    """Start a process for each plan, and stop them."""
+async def running_cluster(
+    plans: list[WorkerPlan], transfer: TransferConfig, placement: Placement | None = None
+) -> AsyncIterator[LocalCluster]:
+    """Start a process for each plan, and stop them. Without a `placement` the least loaded workers are chosen."""
     channel = ChannelSettings(token=secrets.token_bytes(32))
-    controller = LocalController(channel)
+    controller = LocalController(channel, LeastLoaded() if placement is None else placement)
     await controller.start()
     clock = SystemClock()
     timelines = Timelines(clock)

@@ -213,6 +213,7 @@ class Launch:
         )
         settings = IngressSettings(
             config=config.ingress,
+            admission=config.admission,
             channel=channel,
             served_name=model.served_name,
             model_folder=str(model.folder),

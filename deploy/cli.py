@@ -16,18 +16,17 @@ from types import FrameType
 from typing import Annotated
 
 import typer
-from pydantic import TypeAdapter
 from rich.console import Console
 
 from pdserve.cluster.base.config import DeploymentConfig, field_default, field_help, load_config, to_yaml
 from pdserve.cluster.base.environment import authenticate_to_ray, cache_dir, state_dir
 from pdserve.cluster.base.errors import ClientError, ConfigError, PdserveError, RetryableError
 from pdserve.cluster.base.version import VERSION
-from pdserve.cluster.base.worker_info import ClusterStatus
 from pdserve.deploy.demo import DEFAULT_PROMPT, curl_line, stream_answer
 from pdserve.deploy.guardian import Guardian
-from pdserve.deploy.records import DeploymentRecord, RecordStore, running_record
-from pdserve.deploy.screen import ProgressLines, status_table
+from pdserve.deploy.operations import operations
+from pdserve.deploy.records import DeploymentRecord, RecordStore
+from pdserve.deploy.screen import ProgressLines
 
 application = typer.Typer(
     name="pdserve",
@@ -38,6 +37,7 @@ application = typer.Typer(
 )
 model_commands = typer.Typer(help="Models: convert them ahead of time.", no_args_is_help=True)
 config_commands = typer.Typer(help="Configuration: show the effective one, or its schema.", no_args_is_help=True)
+application.registered_commands += operations.registered_commands
 application.add_typer(model_commands, name="model")
 application.add_typer(config_commands, name="config")
 
@@ -51,6 +51,7 @@ def say(line: str) -> None:
 
 
 HEAD_CHECK_S = 1.0
+POLL_S = 0.3
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", "-c", help="YAML file; see `pdserve config schema`.", show_default=False)
@@ -178,58 +179,6 @@ def demo(
         _show_urls(record)
         console.print("Ctrl-C stops it.")
         _wait_for_end(record)
-
-
-@application.command()
-def status(
-    name: Annotated[str, typer.Option("--name", help="Name of the deployment.")] = "pdserve",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")] = False,
-) -> None:
-    """Show the workers of a running deployment and their load."""
-    record = running_record(name)
-    authenticate_to_ray(record.ray_token)
-    import ray
-
-    from pdserve.deploy.running import connect, deployment_status
-
-    connect(record)
-    try:
-        found = deployment_status(record)
-    finally:
-        ray.shutdown()
-    if as_json:
-        body = TypeAdapter(ClusterStatus).dump_python(found, mode="json")
-        typer.echo(json.dumps({"name": record.name, "url": record.url, **body}, indent=2))
-    else:
-        # Into a pipe or file, wide enough for whole cells.
-        Console(width=None if sys.stdout.isatty() else 160).print(status_table(record, found))
-
-
-@application.command()
-def explain(
-    request_id: Annotated[str, typer.Argument(help="The `id` of an answer, for example cmpl-…")],
-    name: Annotated[str, typer.Option("--name", help="Name of the deployment.")] = "pdserve",
-) -> None:
-    """Show where a request went and what it waited for: queue, prefill, transfer, decode.
-
-    Each process keeps its latest 1000 requests. Times count from the arrival in that process.
-    """
-    record = running_record(name)
-    authenticate_to_ray(record.ray_token)
-    import ray
-
-    from pdserve.deploy.running import connect, request_traces
-
-    connect(record)
-    try:
-        traces = request_traces(record, request_id)
-    finally:
-        ray.shutdown()
-    if not traces:
-        raise ConfigError(f"no process of deployment {name!r} remembers a request {request_id!r}")
-    for trace in traces:
-        for timeline in trace.timelines:
-            typer.echo(f"{trace.process}  {timeline}")
 
 
 @application.command()

@@ -7,13 +7,16 @@ import logging
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import ray
 from ray import serve
 
 from pdserve.cluster.base.environment import state_dir
-from pdserve.cluster.base.errors import RetryableError
-from pdserve.cluster.base.messages import Trace
+from pdserve.cluster.base.errors import ConfigError, RetryableError, first_line
+from pdserve.cluster.base.ids import WorkerId
+from pdserve.cluster.base.messages import Explanation
 from pdserve.cluster.base.worker_info import ClusterStatus
 from pdserve.deploy.locator import CONTROLLER_NAME, namespace_of
 from pdserve.deploy.ray_head import stop_head
@@ -45,23 +48,38 @@ def connect(record: DeploymentRecord) -> None:
 
 def deployment_status(record: DeploymentRecord) -> ClusterStatus:
     """Return what the controller knows; this process must be connected. Raises RetryableError while it is away."""
-    try:
-        controller = ray.get_actor(CONTROLLER_NAME, namespace_of(record.name))
-        status: ClusterStatus = ray.get(controller.status.remote(), timeout=STATUS_TIMEOUT_S)
-    except (ray.exceptions.RayError, ValueError) as error:
-        raise RetryableError(f"the controller does not answer: {type(error).__name__}: {error}") from error
+    status: ClusterStatus = _ask(record, "status")
     return status
 
 
-def request_traces(record: DeploymentRecord, request_id: str) -> tuple[Trace, ...]:
-    """Return what every process knows of a request; this process must be connected. Raises RetryableError."""
+def explain_request(record: DeploymentRecord, request_id: str) -> Explanation:
+    """Return what the deployment knows of a request; this process must be connected. Raises RetryableError."""
+    found: Explanation = _ask(record, "explain", request_id)
+    # The ingress first: it saw the request first.
+    return replace(found, traces=tuple(sorted(found.traces, key=lambda trace: trace.process)))
+
+
+def drain_worker(record: DeploymentRecord, worker_id: WorkerId) -> None:
+    """Begin to drain a worker; this process must be connected. Raises ConfigError for one that is not ready."""
+    _ask(record, "drain", worker_id)
+
+
+def restart_rolling(record: DeploymentRecord) -> None:
+    """Begin to replace every worker; this process must be connected. Raises ConfigError while that goes on."""
+    _ask(record, "restart_rolling")
+
+
+def _ask(record: DeploymentRecord, method: str, *arguments: object) -> Any:
+    """Call the controller. Raises ConfigError if it refuses, RetryableError if it does not answer."""
     try:
         controller = ray.get_actor(CONTROLLER_NAME, namespace_of(record.name))
-        traces: tuple[Trace, ...] = ray.get(controller.explain.remote(request_id), timeout=STATUS_TIMEOUT_S)
+        return ray.get(getattr(controller, method).remote(*arguments), timeout=STATUS_TIMEOUT_S)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, ConfigError):
+            raise ConfigError(first_line(error.cause)) from error
+        raise RetryableError(f"the controller failed: {error.cause}") from error
     except (ray.exceptions.RayError, ValueError) as error:
         raise RetryableError(f"the controller does not answer: {type(error).__name__}: {error}") from error
-    # The ingress first: it saw the request first.
-    return tuple(sorted(traces, key=lambda trace: trace.process))
 
 
 @contextmanager

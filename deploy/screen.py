@@ -1,11 +1,13 @@
 """What the command line shows: progress lines and the status table."""
 
+import math
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pdserve.cluster.base.route import Decision
 from pdserve.cluster.base.worker_info import ClusterStatus, WorkerView
 from pdserve.deploy.records import DeploymentRecord
 
@@ -87,11 +89,49 @@ def status_table(record: DeploymentRecord, status: ClusterStatus) -> RenderableT
                 link.note,
             )
     lines = [Text(f"controller pid {status.controller_pid}")]
+    if status.rollout:
+        lines.append(Text(status.rollout))
     lines += [
         Text(f"{view.info.worker_id}: {view.info.numerics_note}") for view in status.workers if view.info.numerics_note
     ]
     lines += [Text(f"last death: {death}") for death in status.last_deaths]
     return Group(table, *([links] if links.row_count else []), *lines)
+
+
+def decision_table(decision: Decision) -> RenderableType:
+    """Return the candidates of a decision, best first, as `pdserve explain` prints them; milliseconds."""
+    title = (
+        f"{decision.request_id} attempt {decision.attempt}, {decision.num_prompt_tokens} tokens, "
+        f"{decision.num_considered} candidates: {decision.reason}"
+    )
+    table = Table(title=title, title_justify="left")
+    for name in ("owner", "prefill", "first token", "room", "queue", "compute", "transfer", "decode", "inflicted"):
+        table.add_column(name, justify="left" if name in ("owner", "prefill") else "right")
+    for name in ("cached there", "by owner", "total"):
+        table.add_column(name, justify="right")
+    for candidate in decision.candidates:
+        times = (
+            candidate.ttft_s,
+            candidate.room_s,
+            candidate.queue_s,
+            candidate.compute_s,
+            candidate.transfer_s,
+            candidate.decode_s,
+            candidate.inflicted_s,
+        )
+        table.add_row(
+            ("→ " if candidate.is_chosen else "  ") + candidate.owner,
+            candidate.prefill or "LOCAL",
+            *map(_milliseconds, times),
+            str(candidate.num_cached_by_prefill),
+            str(candidate.num_cached_by_owner),
+            _milliseconds(candidate.total_s),
+        )
+    return table
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:.1f}" if math.isfinite(seconds) else "no link"
 
 
 def _cells(worker: WorkerView) -> list[str]:

@@ -7,10 +7,13 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable
+from typing import Any
 
-from pdserve.cluster.base.errors import ChannelClosedError
+from pdserve.cluster.base.errors import ChannelClosedError, NoWorkerError
 from pdserve.cluster.base.ids import IngressId, WorkerId
 from pdserve.cluster.base.messages import (
+    ExplainQuery,
+    Explanation,
     Message,
     MetricsAnswer,
     MetricsQuery,
@@ -23,8 +26,9 @@ from pdserve.cluster.base.messages import (
     TraceRequest,
     View,
 )
+from pdserve.cluster.base.prefix_hash import unit_chain
 from pdserve.cluster.base.request import Request
-from pdserve.cluster.base.route import Route
+from pdserve.cluster.base.route import Placeable, PrefixChain, Route
 from pdserve.cluster.base.wire import Channel, ChannelClient, ChannelSettings
 from pdserve.cluster.base.worker_info import Endpoint, WorkerView
 from pdserve.router.fallback import choose_from_view
@@ -32,6 +36,8 @@ from pdserve.router.fallback import choose_from_view
 logger = logging.getLogger(__name__)
 
 METRICS_TIMEOUT_S = 2.0
+QUICK_TOKENS = 4096
+"""As many are named within a millisecond; more, off the loop."""
 
 
 class ControllerClient:
@@ -60,6 +66,7 @@ class ControllerClient:
         self._num_queries = 0
         self._routes: dict[int, asyncio.Future[Route]] = {}
         self._metrics: dict[int, asyncio.Future[tuple[MetricsText, ...]]] = {}
+        self._explanations: dict[int, asyncio.Future[Explanation]] = {}
 
     def start(self) -> None:
         """Connect in the background."""
@@ -84,11 +91,7 @@ class ControllerClient:
         number = self._next_query()
         answer: asyncio.Future[Route] = asyncio.get_running_loop().create_future()
         self._routes[number] = answer
-        query = RouteQuery(
-            query_id=number,
-            num_prompt_tokens=len(request.prompt_token_ids) + len(request.resume_token_ids),
-            excluded=excluded,
-        )
+        query = RouteQuery(query_id=number, request=await self._describe(request, excluded))
         try:
             self._post(query)
             route = await asyncio.wait_for(answer, self._route_timeout_s)
@@ -97,7 +100,43 @@ class ControllerClient:
         finally:
             del self._routes[number]
         # Also a controller that has just restarted knows less than our last view.
-        return route if route.worker_ids else choose_from_view(self._view, excluded, self._random)
+        if route.worker_ids or route.refusal is not None:
+            return route
+        return choose_from_view(self._view, excluded, self._random)
+
+    async def _describe(self, request: Request, excluded: tuple[WorkerId, ...]) -> Placeable:
+        token_ids = (*request.prompt_token_ids, *request.resume_token_ids)
+        identities = dict.fromkeys(worker.info.prefix_identity for worker in self._view)
+
+        def make_chains() -> tuple[PrefixChain, ...]:
+            return tuple(
+                PrefixChain(identity=identity, names=unit_chain(identity, token_ids, salt=request.cache_salt))
+                for identity in identities
+            )
+
+        is_long = len(token_ids) * len(identities) > QUICK_TOKENS
+        return Placeable(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            num_tokens=len(token_ids),
+            max_tokens=request.sampling.max_tokens - len(request.resume_token_ids),
+            chains=await asyncio.to_thread(make_chains) if is_long else make_chains(),
+            ttft_limit_s=request.ttft_limit_s,
+            excluded=excluded,
+        )
+
+    async def explain(self, client_id: str) -> Explanation:
+        """Return what the deployment knows of a client request. Raises NoWorkerError without a controller."""
+        number = self._next_query()
+        answer: asyncio.Future[Explanation] = asyncio.get_running_loop().create_future()
+        self._explanations[number] = answer
+        try:
+            self._post(ExplainQuery(query_id=number, client_id=client_id))
+            return await asyncio.wait_for(answer, METRICS_TIMEOUT_S)
+        except (ChannelClosedError, TimeoutError) as error:
+            raise NoWorkerError("the controller does not answer") from error
+        finally:
+            del self._explanations[number]
 
     async def metrics(self) -> tuple[MetricsText, ...]:
         """Return the metrics of every process; only our own if the controller is away."""
@@ -120,9 +159,10 @@ class ControllerClient:
     def channel_closed(self, channel: Channel, reason: str) -> None:
         """See ChannelHandler: whoever waits for an answer takes the fallback now."""
         self._channel = None
-        futures: list[asyncio.Future[Route] | asyncio.Future[tuple[MetricsText, ...]]] = [
+        futures: list[asyncio.Future[Any]] = [
             *self._routes.values(),
             *self._metrics.values(),
+            *self._explanations.values(),
         ]
         for future in futures:
             if not future.done():
@@ -142,6 +182,10 @@ class ControllerClient:
                 metrics_future = self._metrics.get(number)
                 if metrics_future is not None and not metrics_future.done():
                     metrics_future.set_result(texts)
+            case Explanation(query_id=number):
+                explained = self._explanations.get(number)
+                if explained is not None and not explained.done():
+                    explained.set_result(message)
             case MetricsRequest(query_id=number):
                 channel.post(self._own_metrics(number))
             case TraceRequest(query_id=number, prefix=prefix):

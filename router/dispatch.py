@@ -33,7 +33,7 @@ RECLAIM_S = 1.0
 
 
 class UnreachableError(NoWorkerError):
-    """A routed worker lives, but its channel is down for the moment."""
+    """A routed worker cannot be asked for the moment, or has just stopped to take requests."""
 
 
 class RequestStream:
@@ -192,7 +192,8 @@ class WorkerLink:
                     if stream is not None:
                         stream.deliver(delta)
             case Busy(request_id=request_id, attempt=attempt, reason=reason, is_overloaded=is_overloaded):
-                error = OverloadedError(reason) if is_overloaded else NoWorkerError(reason)
+                # One that serves nothing any more is soon out of the controller's routes: ask again.
+                error = OverloadedError(reason) if is_overloaded else UnreachableError(reason)
                 self._fail((request_id, attempt), error)
             case NotFound(request_id=request_id, attempt=attempt):
                 self._fail((request_id, attempt), WorkerLostError("the worker no longer holds the request"))
@@ -257,6 +258,7 @@ class Dispatcher:
         self._changed = asyncio.Event()
         self._links: dict[tuple[WorkerId, str], WorkerLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self.on_view: Callable[[tuple[WorkerView, ...]], None] = lambda workers: None
         self.controller = ControllerClient(
             ingress_id,
             settings,
@@ -293,8 +295,12 @@ class Dispatcher:
         except TimeoutError:
             logger.debug("nothing has changed within %g s", timeout_s)
 
-    async def place(self, request: Request, lost: tuple[WorkerId, ...] = ()) -> "PlacedStream":
+    async def place(
+        self, request: Request, lost: tuple[WorkerId, ...] = (), preferred: WorkerId | None = None
+    ) -> "PlacedStream":
         """Place one attempt and wait for its first event; workers in `lost` only if there is no other.
+
+        A `preferred` worker is asked first, whatever the route.
 
         Raises NoWorkerError if nobody can take it, OverloadedError if all candidates are busy, WorkerLostError if the
         worker dies first. The caller releases what is returned.
@@ -303,7 +309,7 @@ class Dispatcher:
         deadline = loop.time() + RECLAIM_S
         while True:
             try:
-                return await self._place_now(request, lost)
+                return await self._place_now(request, lost, preferred)
             except UnreachableError:
                 # A channel that broke may be back in a moment, as running streams hope too.
                 left_s = deadline - loop.time()
@@ -311,15 +317,20 @@ class Dispatcher:
                     raise
                 await self.wait_change(left_s)
 
-    async def _place_now(self, request: Request, lost: tuple[WorkerId, ...]) -> "PlacedStream":
+    async def _place_now(
+        self, request: Request, lost: tuple[WorkerId, ...], preferred: WorkerId | None
+    ) -> "PlacedStream":
         """See `place`. Raises UnreachableError if a routed worker that might take it is not connected."""
         route = await self.controller.route(request, lost)
-        if not route.worker_ids and lost:
+        if not route.worker_ids and lost and route.refusal is None:
             # Lost is not dead: it may be back by now.
             route = await self.controller.route(request, ())
+        if route.refusal is not None:
+            raise OverloadedError(route.refusal.reason, retry_after_s=route.refusal.retry_after_s)
         if not route.worker_ids:
             raise NoWorkerError(route.reason)
-        links = [self._link(worker_id) for worker_id in route.worker_ids]
+        first = () if preferred is None or self._link(preferred) is None else (preferred,)
+        links = [self._link(worker_id) for worker_id in dict.fromkeys((*first, *route.worker_ids))]
         # A decode worker without room is passed by; only if all are, the request waits at the best of them.
         refusals = await self._offer(request, route, links, may_wait=False)
         if isinstance(refusals, PlacedStream):
@@ -376,6 +387,7 @@ class Dispatcher:
 
     def _view_changed(self, workers: tuple[WorkerView, ...]) -> None:
         self._changed.set()
+        self.on_view(workers)
         owners = [worker.info for worker in workers if worker.info.role.owns_requests]
         present = {(info.worker_id, info.incarnation): info for info in owners}
         # A worker that left the view may still be finishing streams: its link ends with its channel or its last stream.

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fastapi import FastAPI, Request
@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
 from pdserve.cluster.base.clock import SystemClock
-from pdserve.cluster.base.config import IngressConfig
+from pdserve.cluster.base.config import AdmissionConfig, IngressConfig
 from pdserve.cluster.base.errors import EngineError, InvalidRequestError, PdserveError, WorkerLostError
 from pdserve.cluster.base.ids import IngressId, RequestId
 from pdserve.cluster.base.logs import configure_logging
@@ -42,8 +42,10 @@ from pdserve.router.answers import (
 from pdserve.router.api import GenerationBody, parse_chat, parse_completion
 from pdserve.router.choice import ChoicePlan
 from pdserve.router.dispatch import Dispatcher
+from pdserve.router.explanation import explanation_body
 from pdserve.router.http_errors import describe_error
 from pdserve.router.replay import Replayer, ReplaySettings
+from pdserve.router.slo import ttft_limit_s
 from pdserve.router.sse import ClosingStream, stream_events
 from pdserve.router.tokenization import FALLBACK_STOP, Tokenizer
 
@@ -60,6 +62,7 @@ class IngressSettings:
     """Everything a replica needs to know."""
 
     config: IngressConfig
+    admission: AdmissionConfig
     channel: ChannelSettings
     served_name: str
     model_folder: str
@@ -98,6 +101,7 @@ def build_app(settings: IngressSettings, resolve_controller: Callable[[], Awaita
     app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"])
     app.add_api_route("/v1/models", service.models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", service.model, methods=["GET"])
+    app.add_api_route("/cluster/requests/{client_id}", service.explain, methods=["GET"])
     app.add_api_route("/health", service.health, methods=["GET"])
     app.add_api_route("/ready", service.ready, methods=["GET"])
     app.add_api_route("/metrics", service.metrics, methods=["GET"])
@@ -137,7 +141,8 @@ class _Service:
         replays = ReplaySettings(
             max_attempts=settings.config.max_attempts, replay_timeout_s=settings.config.replay_timeout_s
         )
-        replayer = Replayer(dispatcher, replays, self._timelines, self._clock, self._metrics.replays.inc)
+        metrics = self._metrics
+        replayer = Replayer(dispatcher, replays, self._timelines, self._clock, metrics.replays.inc, metrics.moves.inc)
         self._started = tokenizer, Answers(replayer, tokenizer, self._metrics, self._clock)
 
     async def stop(self) -> None:
@@ -163,8 +168,10 @@ class _Service:
         self._metrics.requests.labels(CompletionShape.endpoint).inc()
         body = parse_completion(await self._read_json(request))
         self._check_model(body.model)
+        limit_s = ttft_limit_s(request.headers, self._settings.admission)
         base = _draw_id(CompletionShape.id_prefix)
-        requests = await asyncio.to_thread(self._completion_requests, base, body.prompts, body)
+        encoded = await asyncio.to_thread(self._completion_requests, base, body.prompts, body)
+        requests = [replace(one, ttft_limit_s=limit_s) for one in encoded]
         scoring = Scoring(tokens=self._tokenizer, num_logprobs=body.num_logprobs)
         shape = CompletionShape(base, self._settings.served_name, int(time.time()), scoring)
         choices = [
@@ -185,7 +192,8 @@ class _Service:
         tokenizer = self._tokenizer
         ids = await asyncio.to_thread(tokenizer.encode_chat, body.messages)
         base = _draw_id(ChatShape.id_prefix)
-        first = self._engine_request(base, ids, body, None, "messages")
+        limit_s = ttft_limit_s(request.headers, self._settings.admission)
+        first = replace(self._engine_request(base, ids, body, None, "messages"), ttft_limit_s=limit_s)
         stops = body.stop_strings if tokenizer.has_chat_template else (*body.stop_strings, FALLBACK_STOP)
         scoring = Scoring(tokens=tokenizer, num_logprobs=body.num_logprobs)
         shape = ChatShape(base, self._settings.served_name, int(time.time()), scoring)
@@ -202,6 +210,15 @@ class _Service:
         """GET /v1/models/NAME."""
         self._check_model(name)
         return JSONResponse({"id": name, "object": "model", "created": self._created, "owned_by": "pdserve"})
+
+    async def explain(self, client_id: str) -> Response:
+        """GET /cluster/requests/ID: why a request went where it went, and what every process noted of it."""
+        found = await self._answers.replayer.dispatcher.controller.explain(client_id)
+        if not found.decisions and not found.traces:
+            raise InvalidRequestError(
+                f"nobody remembers a request {client_id!r}", param="id", code="request_not_found", status=404
+            )
+        return JSONResponse(explanation_body(client_id, found))
 
     async def health(self) -> Response:
         """GET /health: this replica runs."""

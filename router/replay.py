@@ -2,9 +2,10 @@
 
     placed ──▶ streaming ──▶ ended
        ▲           │
-       └─ worker lost: attempt + 1 with the emitted tokens as resume tokens, which are never sampled again
+       ├─ worker lost ─────────┐
+       └─ moved (moving.py) ───┴─ attempt + 1 with the emitted tokens as resume tokens, which are never sampled again
 
-The client sees a pause, no gap and no repetition. Attempts are bounded: a request whose workers keep dying may be the
+The client sees a pause, no gap and no repetition. Losses are bounded: a request whose workers keep dying may be the
 cause, and is failed with that.
 """
 
@@ -19,6 +20,7 @@ from pdserve.cluster.base.ids import RequestId, WorkerId
 from pdserve.cluster.base.request import Request, TokenDelta
 from pdserve.cluster.base.timeline import Timelines
 from pdserve.router.dispatch import Dispatcher, PlacedStream
+from pdserve.router.moving import MovedError, Mover
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +45,16 @@ class Replayer:
         timelines: Timelines,
         clock: Clock,
         on_replay: Callable[[], None],
+        on_move: Callable[[], None] = lambda: None,
     ) -> None:
         self.dispatcher = dispatcher
         self.settings = settings
         self.timelines = timelines
         self.clock = clock
         self.on_replay = on_replay
+        self.on_move = on_move
+        self._mover = Mover(dispatcher)
+        dispatcher.on_view = self._mover.view_changed
 
     @asynccontextmanager
     async def open(self, request: Request, placed: PlacedStream | None = None) -> AsyncIterator["RequestRun"]:
@@ -59,10 +65,12 @@ class Replayer:
         Raises NoWorkerError, OverloadedError, or WorkerLostError after the last attempt.
         """
         run = RequestRun(request, self, placed)
+        self._mover.add(run)
         try:
             await run.start()
             yield run
         finally:
+            self._mover.remove(run)
             run.close()
 
 
@@ -74,6 +82,7 @@ class RequestRun:
         self._shared = shared
         self._placed = placed
         self._lost: tuple[WorkerId, ...] = ()
+        self._num_losses = 0
         self._timeline = shared.timelines.start(request.request_id, request.attempt)
         self._timeline.mark(f"received, {len(request.prompt_token_ids)} prompt tokens")
         self._ending = "closed before its ending"
@@ -106,6 +115,25 @@ class RequestRun:
                 return
             except WorkerLostError as error:
                 await self._replay(error)
+            except MovedError as moved:
+                await self._go_on_at(moved.target)
+
+    # See Movable.
+
+    @property
+    def request(self) -> Request:
+        """With all that was emitted as resume tokens."""
+        return self._request
+
+    @property
+    def worker_id(self) -> WorkerId | None:
+        """Who has it; None between two attempts, and while samples of it are not taken over yet."""
+        return None if self._placed is None or self._placed.forks else self._placed.worker_id
+
+    def move_to(self, target: WorkerId) -> None:
+        """Go on at another worker, from the next token that is read on."""
+        if self._placed is not None:
+            self._placed.stream.fail(MovedError(target))
 
     def close(self) -> None:
         """Abort what has not ended; callable while cancelled."""
@@ -113,8 +141,8 @@ class RequestRun:
         self._timeline.mark(f"{self._ending}, {len(self._request.resume_token_ids)} tokens")
         logger.info("request_id=%s", self._timeline.line())
 
-    async def _place(self) -> None:
-        self._placed = await self._shared.dispatcher.place(self._request, self._lost)
+    async def _place(self, preferred: WorkerId | None = None) -> None:
+        self._placed = await self._shared.dispatcher.place(self._request, self._lost, preferred)
         self._timeline.mark(f"first event from {self._placed.worker_id}; {self._placed.stream.route.reason}")
 
     async def _replay(self, error: WorkerLostError) -> None:
@@ -130,22 +158,39 @@ class RequestRun:
             except (NoWorkerError, OverloadedError) as nobody:
                 raise WorkerLostError(f"{error}; no other worker took the request in time: {nobody}") from nobody
 
+    async def _go_on_at(self, target: WorkerId) -> None:
+        """Place the next attempt, at `target` if that takes it. Raises WorkerLostError if nobody does in time."""
+        self._timeline.mark(f"attempt {self._request.attempt} moves to {target}")
+        self._begin_attempt()
+        self._shared.on_move()
+        deadline = self._shared.clock.now() + self._shared.settings.replay_timeout_s
+        try:
+            await self._place_until(deadline, target)
+        except WorkerLostError as error:
+            await self._replay(error)
+        except (NoWorkerError, OverloadedError) as nobody:
+            raise WorkerLostError(f"it was to move, and no worker took it in time: {nobody}") from nobody
+
+    def _begin_attempt(self) -> None:
+        self._release()
+        # Its forks are requests of their own by now, or have failed too and are replayed by themselves.
+        self._request = replace(self._request, attempt=self._request.attempt + 1, forks=())
+
     def _note_loss(self, error: WorkerLostError) -> None:
         """Count the loss and begin the next attempt. Raises WorkerLostError after the last one."""
         most = self._shared.settings.max_attempts
         worker_id = self._placed.worker_id if self._placed is not None else error.worker_id
-        self._release()
         self._timeline.mark(f"attempt {self._request.attempt} lost: {error}")
+        self._begin_attempt()
+        self._num_losses += 1
         if most == 1:
             raise error
-        if self._request.attempt + 1 >= most:
+        if self._num_losses >= most:
             raise WorkerLostError(
                 f"{most} workers died while they held this request (ingress.max_attempts); last: {error}"
             ) from error
         if worker_id is not None:
             self._lost = (*self._lost, worker_id)
-        # Its forks have failed too, and are replayed by themselves.
-        self._request = replace(self._request, attempt=self._request.attempt + 1, forks=())
         logger.warning(
             "request_id=%s attempt %d: replayed after %d tokens: %s",
             self._request.request_id,
@@ -155,11 +200,11 @@ class RequestRun:
         )
         self._shared.on_replay()
 
-    async def _place_until(self, deadline: float) -> None:
+    async def _place_until(self, deadline: float, preferred: WorkerId | None = None) -> None:
         """Place the present attempt; waits for a worker until the deadline, then raises why there is none."""
         while True:
             try:
-                await self._place()
+                await self._place(preferred)
                 return
             except (NoWorkerError, OverloadedError):
                 left_s = deadline - self._shared.clock.now()

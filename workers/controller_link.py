@@ -8,6 +8,7 @@ from typing import Protocol
 from pdserve.cluster.base.errors import ChannelClosedError
 from pdserve.cluster.base.ids import WorkerId
 from pdserve.cluster.base.messages import (
+    Drain,
     Failed,
     Message,
     MetricsRequest,
@@ -16,11 +17,13 @@ from pdserve.cluster.base.messages import (
     Register,
     Registered,
     Report,
+    SendSnapshot,
     Trace,
     TraceRequest,
 )
 from pdserve.cluster.base.wire import Channel
 from pdserve.cluster.base.worker_info import WorkerInfo, WorkerLoad
+from pdserve.workers.cache_news import CacheNews
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +43,9 @@ class Reporter(Protocol):
     def announce_peers(self, workers: Sequence[WorkerInfo]) -> None:
         """These prefill workers are ready."""
 
+    def drain(self) -> None:
+        """Take no new requests."""
+
     def traces(self, prefix: str) -> tuple[str, ...]:
         """Return the timelines of a client request."""
 
@@ -50,8 +56,9 @@ class Reporter(Protocol):
 class ControllerLink:
     """Registers, reports, and answers for metrics and traces."""
 
-    def __init__(self, worker: Reporter) -> None:
+    def __init__(self, worker: Reporter, news: CacheNews) -> None:
         self._worker = worker
+        self._news = news
         self._channel: Channel | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -60,6 +67,7 @@ class ControllerLink:
         self._channel = channel
         info, load, failure = self._worker.registration()
         channel.post(Register(info=info, load=load))
+        self._news.begin_again()
         if failure is not None:
             channel.post(Failed(worker_id=info.worker_id, cause=failure))
 
@@ -68,22 +76,18 @@ class ControllerLink:
         match message:
             case Registered():
                 logger.info("the controller took this worker in")
+            case Drain():
+                self._worker.drain()
+            case SendSnapshot():
+                self._news.begin_again()
             case Peers(workers=workers):
                 self._worker.announce_peers(workers)
             case TraceRequest(query_id=query_id, prefix=prefix):
-                channel.post(
-                    Trace(
-                        query_id=query_id,
-                        process=f"worker:{self._worker.worker_id}",
-                        timelines=self._worker.traces(prefix),
-                    )
-                )
+                timelines = self._worker.traces(prefix)
+                channel.post(Trace(query_id=query_id, process=self._process, timelines=timelines))
             case MetricsRequest(query_id=query_id):
-                channel.post(
-                    MetricsText(
-                        query_id=query_id, process=f"worker:{self._worker.worker_id}", text=self._worker.metrics_text()
-                    )
-                )
+                text = self._worker.metrics_text()
+                channel.post(MetricsText(query_id=query_id, process=self._process, text=text))
             case _:
                 channel.close(f"unexpected {type(message).__name__} from the controller")
 
@@ -113,6 +117,9 @@ class ControllerLink:
         while True:
             info, load, _ = self._worker.registration()
             self._post(Report(worker_id=info.worker_id, load=load))
+            if self._channel is not None:
+                for update in self._news.take(info.worker_id, info.incarnation):
+                    self._post(update)
             await asyncio.sleep(REPORT_INTERVAL_S)
 
     def _post(self, message: Message) -> None:

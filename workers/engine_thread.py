@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from pdserve.cluster.base.errors import InvalidRequestError, OverloadedError
 from pdserve.cluster.base.ids import RequestId
+from pdserve.cluster.base.prefix_hash import CacheEvents
 from pdserve.cluster.base.request import Request, TokenDelta
 from pdserve.cluster.base.worker_info import WorkerLoad
 from pdserve.workers.engine.engine import Engine
@@ -107,6 +108,7 @@ class EngineThread:
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting + len(self._inbox),
             num_queued_prompt_tokens=scheduler.num_queued_prompt_tokens,
+            num_context_tokens=scheduler.num_context_tokens,
             num_free_blocks=pool.num_free(scarcest),
             num_blocks=pool.num_blocks[scarcest],
             num_cached_blocks=pool.num_cached(scarcest),
@@ -127,6 +129,10 @@ class EngineThread:
         """Return, by window, what running sequences hold of the KV pool; an estimate while a step runs."""
         scheduler = self._engine.scheduler
         return {window: scheduler.slot_use(group) for group, window in enumerate(scheduler.windows)}
+
+    def cache_events(self, first_no: int) -> CacheEvents:
+        """Return what has changed in the prefix cache since; safe from any thread."""
+        return self._engine.pool.events_since(first_no)
 
     def _put(self, item: _Item) -> None:
         with self._wake:

@@ -170,7 +170,7 @@ async def _serve(
 
 
 def _describe(assembled: AssembledEngine, plan: WorkerPlan, memory_bytes: int, endpoint: Endpoint) -> WorkerInfo:
-    model = assembled.model
+    model, layout = assembled.model, assembled.store.layout
     return WorkerInfo(
         worker_id=plan.worker_id,
         incarnation=draw_incarnation(),
@@ -189,5 +189,8 @@ def _describe(assembled: AssembledEngine, plan: WorkerPlan, memory_bytes: int, e
         num_blocks=max(assembled.memory.num_blocks),
         block_size=plan.engine.block_size,
         max_running=plan.engine.max_running,
+        max_batch_tokens=plan.engine.max_batch_tokens,
+        prefix_identity=assembled.engine.identity,
+        kv_token_bytes=layout.num_layers * layout.token_bytes,
         memory_bytes=memory_bytes,
     )

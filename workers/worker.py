@@ -7,7 +7,7 @@ decodes. It knows nothing of Ray.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from pdserve.cluster.base.clock import Clock
 from pdserve.cluster.base.config import TransferConfig
@@ -27,8 +27,10 @@ from pdserve.cluster.base.rank_messages import HandoffReport
 from pdserve.cluster.base.request import FinishReason, Request, TokenDelta, forks_of
 from pdserve.cluster.base.tasks import BackgroundTasks
 from pdserve.cluster.base.timeline import Timelines
+from pdserve.cluster.base.transfer_messages import Prefill
 from pdserve.cluster.base.wire import Channel, ChannelClient, ChannelServer, ChannelSettings
 from pdserve.cluster.base.worker_info import Endpoint, Role, WorkerInfo, WorkerLoad
+from pdserve.workers.cache_news import CacheNews
 from pdserve.workers.controller_link import ControllerLink
 from pdserve.workers.engine.engine import Engine
 from pdserve.workers.engine.reservation import Reservation
@@ -46,6 +48,7 @@ RECLAIM_S = 1.0
 KEEP_ENDED_S = 6.0
 """Longer than a broken connection takes to be noticed by silence."""
 STOP_TIMEOUT_S = 5.0
+STEP_TERMS = ("base", "per_token", "per_row", "per_context_kilotoken", "per_kilopair")
 LAST_WORDS_S = 0.05
 """For what was posted to leave the process before it ends."""
 
@@ -91,11 +94,13 @@ class Worker:
         self._sink: SinkService | None = None
         self._ranks: HandoffRanks | None = None
         self._counted = WorkerLoad()
+        self._num_arrivals = 0
+        self._is_draining = False
         self._failure: str | None = None
         self._info: WorkerInfo | None = None
         self._thread = EngineThread(engine, self._publish, self._engine_failed)
         self._server = ChannelServer(settings.channel, self)
-        self._controller = ControllerLink(self)
+        self._controller = ControllerLink(self, CacheNews(self._thread.cache_events, settings.copiers[0].layout))
         self._controller_client = ChannelClient(
             settings.channel, self._controller, resolve_controller, name="controller"
         )
@@ -167,9 +172,14 @@ class Worker:
 
     def load(self) -> WorkerLoad:
         """Return the present load."""
-        load = self._thread.load()
+        load = replace(self._thread.load(), num_arrivals=self._num_arrivals, is_draining=self._is_draining)
         if self._sink is not None:
-            return replace(load, num_receiving=self._sink.num_receiving, links=self._sink.links())
+            return replace(
+                load,
+                num_receiving=self._sink.num_receiving,
+                links=self._sink.links(),
+                transfer_fits=self._sink.transfer_fits(),
+            )
         if self._source is not None:
             return replace(load, num_sending=self._source.num_transfers)
         return load
@@ -184,6 +194,10 @@ class Worker:
         """These prefill workers are ready."""
         if self._sink is not None:
             self._sink.announce(workers)
+
+    def drain(self) -> None:
+        """Take no new requests; what is here goes on until it has ended, or its ingress takes it elsewhere."""
+        self._is_draining = True
 
     def traces(self, prefix: str) -> tuple[str, ...]:
         """Return the timelines of a client request."""
@@ -209,8 +223,9 @@ class Worker:
         metrics.queued_prompt_tokens.set(load.num_queued_prompt_tokens)
         metrics.free_blocks.set(load.num_free_blocks)
         metrics.total_blocks.set(load.num_blocks)
-        for term, seconds in asdict(load.step_fit).items():
-            metrics.step_fit.labels(term).set(seconds)
+        for term in STEP_TERMS:
+            metrics.step_fit.labels(term).set(getattr(load.step_fit, term))
+        metrics.step_error.set(load.step_fit.relative_error)
         for window, slots in self._thread.slot_use().items():
             metrics.kv_slots.labels(window, "held").set(slots.num_held)
             metrics.kv_slots.labels(window, "wasted").set(slots.num_wasted)
@@ -247,6 +262,7 @@ class Worker:
 
     def message_received(self, channel: Channel, message: Message) -> None:
         """See ChannelHandler."""
+        self._num_arrivals += isinstance(message, Generate | Prefill)
         match message:
             case Generate():
                 self._generate(channel, message)
@@ -267,6 +283,8 @@ class Worker:
         request = message.request
         if self._source is not None:
             self._busy(channel, request, "this worker only prefills", is_overloaded=False)
+        elif self._is_draining:
+            self._busy(channel, request, "this worker drains", is_overloaded=False)
         elif self._failure is not None:
             self._busy(channel, request, f"the engine failed: {self._failure}", is_overloaded=False)
         elif not self._live.add(request, id(channel)):

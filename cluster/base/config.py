@@ -114,6 +114,10 @@ class WorkersConfig(Section):
     """A worker that is not READY by then is replaced."""
     stall_timeout_s: float = Field(default=10.0, gt=0)
     """A worker that has work and makes no step for this long (or five predicted steps) is replaced."""
+    drain_timeout_s: float = Field(default=600.0, gt=0)
+    """A worker that drains is stopped after this long, whatever it still runs; that is replayed on others."""
+    surge_timeout_s: float = Field(default=120.0, ge=0)
+    """In a rolling restart a replacement that is not ready by then has no room: the old worker drains before it."""
     restart_backoff_s: float = Field(default=1.0, gt=0)
     """Pause before a dead worker is replaced; doubles with each death in a row, up to 60 s."""
 
@@ -140,6 +144,40 @@ class WorkersConfig(Section):
     def total(self) -> int:
         """Workers of all roles."""
         return sum(self.count(role) for role in Role)
+
+
+class PlacementPolicy(StrEnum):
+    """How the controller chooses workers."""
+
+    JOINT = "joint"
+    LEAST_LOADED = "least_loaded"
+
+
+class PlacementConfig(Section):
+    """Where requests go."""
+
+    policy: PlacementPolicy = PlacementPolicy.JOINT
+    """joint: owner and prefill worker together, by predicted time and cached prefixes; least_loaded: the baseline."""
+    itl_weight: float = Field(default=1.0, ge=0)
+    """What a second after the first token, or of the sequences that run, counts against one before the first token."""
+    itl_guard_s: float | None = Field(default=None, gt=0)
+    """A decode worker with running sequences computes prompts itself only if its steps are predicted to be shorter."""
+
+
+class AdmissionConfig(Section):
+    """Which requests are refused at once, with 429 and the prediction, because their first token would be late."""
+
+    ttft_limit_s: float | None = Field(default=None, gt=0)
+    """The limit of requests that name none, from their arrival to the first token. None: they wait."""
+    classes: dict[str, float] = Field(default_factory=dict)
+    """Limits by name; a request names its class in the header x-slo-class. It may also say x-slo-ttft-ms itself."""
+
+    @model_validator(mode="after")
+    def _limits_are_positive(self) -> "AdmissionConfig":
+        for name, limit_s in self.classes.items():
+            if not limit_s > 0:
+                raise ValueError(f"admission.classes.{name}: must be greater than 0")
+        return self
 
 
 class IngressConfig(Section):
@@ -203,6 +241,8 @@ class DeploymentConfig(Section):
     engine: EngineConfig = EngineConfig()
     transfer: TransferConfig = TransferConfig()
     workers: WorkersConfig = WorkersConfig()
+    placement: PlacementConfig = PlacementConfig()
+    admission: AdmissionConfig = AdmissionConfig()
     ingress: IngressConfig = IngressConfig()
     channel: ChannelConfig = ChannelConfig()
     ray: RayConfig = RayConfig()

@@ -2,10 +2,10 @@
 
     ingress → worker       Generate, Abort, Reclaim
     worker → ingress       Tokens, Busy, NotFound
-    worker → controller    Register, Report, Failed
-    controller → worker    Registered, Peers
-    ingress → controller   Subscribe, RouteQuery, MetricsQuery
-    controller → ingress   View, RouteAnswer, MetricsAnswer
+    worker → controller    Register, Report, CacheUpdate, Failed
+    controller → worker    Registered, Peers, SendSnapshot, Drain
+    ingress → controller   Subscribe, RouteQuery, MetricsQuery, ExplainQuery
+    controller → ingress   View, RouteAnswer, MetricsAnswer, Explanation
     controller → any       MetricsRequest, TraceRequest;  any → controller: MetricsText, Trace
     worker ↔ worker        transfer_messages
     rank ↔ rank 0          rank_messages, of one worker
@@ -16,10 +16,10 @@ Adding a message means adding a class here and to MESSAGE_TYPES; its place in th
 
 from dataclasses import dataclass
 
-from pdserve.cluster.base.ids import IngressId, RequestId, WorkerId
+from pdserve.cluster.base.ids import Incarnation, IngressId, RequestId, WorkerId
 from pdserve.cluster.base.rank_messages import RANK_MESSAGES, RankMessage
 from pdserve.cluster.base.request import Request, TokenDelta
-from pdserve.cluster.base.route import Route
+from pdserve.cluster.base.route import Decision, Placeable, Route
 from pdserve.cluster.base.transfer_messages import (
     Accept,
     Chunk,
@@ -134,6 +134,33 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Drain:
+    """Take no new requests: this worker is about to be stopped. What is here goes on; ingresses move it elsewhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheUpdate:
+    """What changed in a worker's prefix cache, by the names of prefix_hash, one after the other.
+
+    Changes are numbered: these are `first_no` … `next_no` - 1, of which each name's last one is told. A snapshot holds
+    everything instead, and `first_no` is without meaning; what does not fit one message follows in more updates.
+    """
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    first_no: int
+    next_no: int
+    is_snapshot: bool
+    stored: bytes
+    evicted: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendSnapshot:
+    """The controller has missed changes of a worker's prefix cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
     """The worker's engine failed; it serves nothing any more and wants to be replaced."""
 
@@ -161,8 +188,7 @@ class RouteQuery:
     """Where should this request go?"""
 
     query_id: int
-    num_prompt_tokens: int
-    excluded: tuple[WorkerId, ...] = ()
+    request: Placeable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +228,23 @@ class MetricsAnswer:
 
     query_id: int
     texts: tuple[MetricsText, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainQuery:
+    """An ingress asks what is known of a client request, by the id that the client was given."""
+
+    query_id: int
+    client_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Why a client request went where it went, and what every process has noted of it."""
+
+    query_id: int
+    decisions: tuple[Decision, ...]
+    traces: tuple["Trace", ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +305,11 @@ MESSAGE_TYPES: tuple[type["Message"], ...] = (
     Commit,
     TransferAbort,
     Progress,
+    CacheUpdate,
+    SendSnapshot,
+    ExplainQuery,
+    Explanation,
+    Drain,
     *RANK_MESSAGES,
 )
 Message = (
@@ -305,5 +353,10 @@ Message = (
     | Commit
     | TransferAbort
     | Progress
+    | CacheUpdate
+    | SendSnapshot
+    | ExplainQuery
+    | Explanation
+    | Drain
     | RankMessage
 )

@@ -45,6 +45,9 @@ class IngressMetrics:
         self.replays = Counter(
             "pdserve_replays", "Requests replayed after their worker was lost.", registry=self.registry
         )
+        self.moves = Counter(
+            "pdserve_moves", "Requests moved to another worker before theirs stopped.", registry=self.registry
+        )
         self.active = Gauge("pdserve_active_requests", "Requests in this replica now.", registry=self.registry)
 
     def text(self) -> str:
@@ -101,8 +104,14 @@ class WorkerMetrics:
         )
         self.step_fit = Gauge(
             "pdserve_engine_step_fit_seconds",
-            "Fitted duration of a step: what it takes at least, per token, per sequence, per 1000 tokens of context.",
+            "Fitted duration of a step: what it takes at least, per token, per sequence, per 1000 tokens of context, "
+            "per 1000 pairs of a query with a key.",
             ["term"],
+            registry=self.registry,
+        )
+        self.step_error = Gauge(
+            "pdserve_engine_step_fit_relative_error",
+            "Mean of |predicted / measured - 1| of steps.",
             registry=self.registry,
         )
         self.step_time = Histogram(

@@ -6,13 +6,14 @@ H is blake2b with 128 bits, so a chain names its whole prefix and everything els
 never share a name. A KV block is named by the chain at its last unit: the block size is a multiple of a unit.
 """
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Protocol
 
 UNIT_TOKENS = 16
-_DIGEST_BYTES = 16
+NAME_BYTES = 16
 
 PrefixHash = bytes
 """Names a prefix; 16 bytes."""
@@ -38,7 +39,7 @@ class PrefixIdentity:
 
     def root(self, *, adapter: str = "", salt: str = "") -> PrefixHash:
         """Return h_0: prefixes under another adapter or salt have other names."""
-        state = blake2b(digest_size=_DIGEST_BYTES)
+        state = blake2b(digest_size=NAME_BYTES)
         for part in (self.model_digest, self.kv_dtype, self.numerics_digest, adapter, salt):
             content = part.encode()
             state.update(len(content).to_bytes(8, "little") + content)
@@ -53,8 +54,24 @@ def extend_chain(
     for block in range(len(chain), num_tokens // block_size):
         for start in range(block * block_size, (block + 1) * block_size, UNIT_TOKENS):
             unit = token_ids[start : start + UNIT_TOKENS].tobytes()
-            parent = blake2b(parent + unit, digest_size=_DIGEST_BYTES).digest()
+            parent = blake2b(parent + unit, digest_size=NAME_BYTES).digest()
         chain.append(parent)
+
+
+def unit_chain(identity: PrefixIdentity, token_ids: Sequence[int], *, salt: str = "") -> bytes:
+    """Return the names of the whole units of a prompt, one after the other."""
+    data = array("i", token_ids).tobytes()
+    size = UNIT_TOKENS * 4
+    parent, names = identity.root(salt=salt), []
+    for start in range(0, len(data) - size + 1, size):
+        parent = blake2b(parent + data[start : start + size], digest_size=NAME_BYTES).digest()
+        names.append(parent)
+    return b"".join(names)
+
+
+def split_names(names: bytes) -> Iterator[PrefixHash]:
+    """Yield the names that lie one after the other."""
+    return (names[start : start + NAME_BYTES] for start in range(0, len(names), NAME_BYTES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,6 +93,8 @@ class Request:
     """Who shares fairly with others; only the fair strategy looks at it."""
     cache_salt: str = ""
     """Requests of different salts never share cached KV."""
+    ttft_limit_s: float | None = None
+    """Refuse it if its first token is predicted later. Only the controller looks at it."""
 
 
 @dataclass(slots=True, kw_only=True)

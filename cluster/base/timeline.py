@@ -58,5 +58,10 @@ class Timelines:
         return tuple(
             timeline.text()
             for (request_id, _), timeline in self._kept.items()
-            if request_id == prefix or request_id.startswith((f"{prefix}-", f"{prefix}."))
+            if is_of_client_request(request_id, prefix)
         )
+
+
+def is_of_client_request(request_id: str, client_id: str) -> bool:
+    """True for the id a client was given, CLIENT-N for its further prompts, CLIENT.N for its further samples."""
+    return request_id == client_id or request_id.startswith((f"{client_id}-", f"{client_id}."))

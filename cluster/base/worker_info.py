@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pdserve.cluster.base.ids import Incarnation, WorkerId
+from pdserve.cluster.base.prefix_hash import PrefixIdentity
 
 
 class Role(StrEnum):
@@ -82,6 +83,12 @@ class WorkerInfo:
     num_blocks: int
     block_size: int
     max_running: int
+    max_batch_tokens: int
+    """Tokens of a step at most."""
+    prefix_identity: PrefixIdentity
+    """What the worker's names of prefixes begin with."""
+    kv_token_bytes: int
+    """KV of one token in all layers, over all ranks."""
     memory_bytes: int
 
 
@@ -93,6 +100,24 @@ class StepFit:
     per_token: float = 0.0
     per_row: float = 0.0
     per_context_kilotoken: float = 0.0
+    """Of context that rows with one token read."""
+    per_kilopair: float = 0.0
+    """Of a query with a key, in rows with several tokens."""
+    num_observations: float = 0.0
+    """Steps that count; old ones count less."""
+    relative_error: float = 1.0
+    """Mean of |predicted / measured - 1|."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferFit:
+    """How long after a prompt's end its KV is whole: latency + per_byte · (bytes not sent by then), in seconds."""
+
+    source: WorkerId
+    latency: float
+    per_byte: float
+    num_observations: float
+    relative_error: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +127,8 @@ class WorkerLoad:
     num_running: int = 0
     num_waiting: int = 0
     num_queued_prompt_tokens: int = 0
+    num_context_tokens: int = 0
+    """Of the sequences that run: what their next tokens read."""
     num_free_blocks: int = 0
     num_blocks: int = 0
     num_cached_blocks: int = 0
@@ -117,14 +144,25 @@ class WorkerLoad:
     """Blocks copied back from the host tier."""
     num_recomputed_tokens: int = 0
     """Computed again after a preemption."""
+    num_arrivals: int = 0
+    """Requests and prefills that were sent here."""
     num_receiving: int = 0
     """Requests whose KV is awaited from a prefill worker."""
     num_sending: int = 0
     """Prefills computed for decode workers."""
     has_runnable_work: bool = False
+    is_draining: bool = False
+    """It takes no new requests: it was told so."""
     predicted_step_s: float = 0.0
     step_fit: StepFit = StepFit()
     links: tuple[LinkView, ...] = ()
+    transfer_fits: tuple[TransferFit, ...] = ()
+    """By the workers it fetches KV from."""
+
+    @property
+    def is_idle(self) -> bool:
+        """True if nobody waits for anything of this worker."""
+        return not (self.num_running or self.num_waiting or self.num_receiving or self.num_sending)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,3 +196,5 @@ class ClusterStatus:
     starting: tuple[WorkerId, ...]
     last_deaths: tuple[WorkerDeath, ...]
     controller_pid: int
+    rollout: str = ""
+    """How far a rolling restart is."""

@@ -2,22 +2,27 @@
 
 Its state is soft: after a restart it finds the worker actors by name, and everything else comes back as workers and
 ingresses connect again. Nothing of a request's data passes through it. Shell around the pure tables Membership and
-LeastLoaded.
+Placement.
 """
 
 import asyncio
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import ray
 
 from pdserve.cluster.base.clock import SystemClock
 from pdserve.cluster.base.config import DeploymentConfig
-from pdserve.cluster.base.errors import ChannelClosedError
+from pdserve.cluster.base.errors import ChannelClosedError, ConfigError
 from pdserve.cluster.base.ids import Incarnation, WorkerId
 from pdserve.cluster.base.logs import configure_logging
 from pdserve.cluster.base.messages import (
+    CacheUpdate,
+    Drain,
+    ExplainQuery,
+    Explanation,
     Failed,
     Message,
     MetricsAnswer,
@@ -30,6 +35,7 @@ from pdserve.cluster.base.messages import (
     Report,
     RouteAnswer,
     RouteQuery,
+    SendSnapshot,
     Subscribe,
     Trace,
     TraceRequest,
@@ -38,10 +44,12 @@ from pdserve.cluster.base.messages import (
 from pdserve.cluster.base.route import Route
 from pdserve.cluster.base.tasks import BackgroundTasks
 from pdserve.cluster.base.wire import Channel, ChannelServer, ChannelSettings
-from pdserve.cluster.base.worker_info import ClusterStatus, Endpoint, Role, WorkerInfo, WorkerView
+from pdserve.cluster.base.worker_info import ClusterStatus, Endpoint, Role, WorkerInfo, WorkerState, WorkerView
+from pdserve.cluster.control.inquiries import Inquiries
 from pdserve.cluster.control.launcher import Creator, GangShape, Launcher, cause_of
 from pdserve.cluster.control.membership import Instruction, Membership, MembershipSettings, StartWorker, role_of
-from pdserve.cluster.control.placement import LeastLoaded
+from pdserve.cluster.control.placement import make_placement
+from pdserve.cluster.control.rollout import Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -65,24 +73,25 @@ class Controller:
         configure_logging()
         self._config = config
         self._host = own_host()
+        self._clock = SystemClock()
         self._membership = Membership(
             MembershipSettings(
                 targets={role: config.workers.count(role) for role in Role},
                 start_timeout_s=config.workers.start_timeout_s,
                 backoff_s=config.workers.restart_backoff_s,
                 stall_s=config.workers.stall_timeout_s,
+                drain_timeout_s=config.workers.drain_timeout_s,
             ),
-            SystemClock(),
+            self._clock,
         )
-        self._placement = LeastLoaded()
+        self._rollout: Rollout | None = None
+        self._placement = make_placement(config.placement)
         self._launcher = Launcher(config.name, namespace, self._shape_of, create_worker)
         self._server = ChannelServer(channel, self)
         self._workers: dict[Channel, tuple[WorkerId, Incarnation]] = {}
         self._ingresses: set[Channel] = set()
         self._announced: dict[Channel, tuple[WorkerInfo, ...]] = {}
-        self._searches: dict[int, _Search] = {}
-        self._scrapes: dict[int, _Scrape] = {}
-        self._num_scrapes = 0
+        self._inquiries = Inquiries(self._post)
         self._view_no = 0
         self._is_stopping = False
         self._view_wanted = asyncio.Event()
@@ -104,25 +113,32 @@ class Controller:
             starting=tuple(self._membership.starting()),
             last_deaths=self._membership.last_deaths,
             controller_pid=os.getpid(),
+            rollout="" if self._rollout is None else str(self._rollout),
         )
 
-    async def explain(self, prefix: str) -> tuple[Trace, ...]:
-        """Return the timelines that every process has of a client request."""
+    async def drain(self, worker_id: WorkerId) -> None:
+        """Let a worker move its requests, and stop it; another is started in its place. Raises ConfigError."""
         await self.endpoint()
-        self._num_scrapes += 1
-        number = self._num_scrapes
-        peers = {*self._workers, *self._ingresses}
-        search = self._searches[number] = _Search(len(peers))
-        try:
-            for peer in peers:
-                self._post(peer, TraceRequest(query_id=number, prefix=prefix))
-            async with asyncio.timeout(METRICS_TIMEOUT_S):
-                await search.all_here.wait()
-        except TimeoutError:
-            logger.warning("some processes did not answer about %s", prefix)
-        finally:
-            del self._searches[number]
-        return tuple(trace for trace in search.traces if trace.timelines)
+        self._membership.drain(worker_id)
+        self._drained(worker_id)
+
+    async def restart_rolling(self) -> None:
+        """Replace every worker that is ready, one at a time. Raises ConfigError if that is under way."""
+        await self.endpoint()
+        if self._rollout is not None:
+            raise ConfigError(f"a {self._rollout}: it goes on by itself")
+        ready = [view.info.worker_id for view in self._membership.view() if view.state is WorkerState.READY]
+        surge_timeout_s = self._config.workers.surge_timeout_s
+        self._rollout = Rollout(self._membership, ready, self._clock, surge_timeout_s=surge_timeout_s)
+
+    async def explain(self, client_id: str) -> Explanation:
+        """Return why a client request went where it went, and the timelines that every process has of it."""
+        await self.endpoint()
+        answers = await self._inquiries.ask(
+            self._processes, lambda number: TraceRequest(query_id=number, prefix=client_id), METRICS_TIMEOUT_S
+        )
+        traces = tuple(answer for answer in answers if isinstance(answer, Trace) and answer.timelines)
+        return Explanation(query_id=0, decisions=self._placement.decisions(client_id), traces=traces)
 
     async def stop_workers(self) -> None:
         """Remove every worker and start no more: the deployment goes down."""
@@ -146,9 +162,32 @@ class Controller:
 
     async def _tick(self) -> None:
         while not self._is_stopping:
+            self._roll()
             for instruction in self._membership.tick():
                 await self._execute(instruction)
             await asyncio.sleep(TICK_S)
+
+    def _roll(self) -> None:
+        """Go on with a rolling restart."""
+        if self._rollout is None:
+            return
+        before = {view.info.worker_id for view in self._membership.view() if view.state is WorkerState.READY}
+        self._rollout.tick()
+        for worker_id in before:
+            if not self._membership.is_ready(worker_id):
+                self._drained(worker_id)
+        if self._rollout.has_ended:
+            logger.info("%s", self._rollout)
+            self._rollout = None
+
+    def _drained(self, worker_id: WorkerId) -> None:
+        """A worker leaves: it, the placement and the ingresses learn it."""
+        logger.info("worker_id=%s drains", worker_id)
+        self._changed(worker_id)
+        self._view_wanted.set()
+        for channel, (name, _) in self._workers.items():
+            if name == worker_id:
+                self._post(channel, Drain())
 
     def _shape_of(self, role: Role) -> GangShape:
         engine, workers = self._config.engine_of(role), self._config.workers
@@ -188,8 +227,8 @@ class Controller:
                 await asyncio.to_thread(self._launcher.start, instruction.worker_id, instruction.role)
                 self._watch(instruction.worker_id)
                 return
-            logger.warning("worker_id=%s removed: %s", instruction.worker_id, instruction.cause)
-            self._placement.forget(instruction.worker_id)
+            logger.info("worker_id=%s removed: %s", instruction.worker_id, instruction.cause)
+            self._changed(instruction.worker_id)
             for channel, (worker_id, _) in list(self._workers.items()):
                 if worker_id == instruction.worker_id:
                     channel.close("this worker was removed")
@@ -244,6 +283,7 @@ class Controller:
         if worker is not None and worker not in self._workers.values():
             logger.warning("worker_id=%s channel closed: %s", worker[0], reason)
             self._membership.lost(*worker)
+            self._changed(worker[0])
             self._view_wanted.set()
 
     def message_received(self, channel: Channel, message: Message) -> None:
@@ -253,7 +293,10 @@ class Controller:
                 self._register(channel, message)
             case Report(worker_id=worker_id, load=load):
                 self._membership.reported(worker_id, load)
-                self._placement.reported(worker_id)
+                self._changed(worker_id)
+            case CacheUpdate():
+                if not self._placement.cache_changed(message):
+                    self._post(channel, SendSnapshot())
             case Failed(worker_id=worker_id, cause=cause):
                 self._carry_out(self._membership.failed(worker_id, f"engine failed: {cause}"))
             case Subscribe(ingress_id=ingress_id):
@@ -263,20 +306,40 @@ class Controller:
             case RouteQuery():
                 self._post(channel, RouteAnswer(query_id=message.query_id, route=self._route(message)))
             case MetricsQuery(query_id=query_id):
-                self._scrape(channel, query_id)
-            case MetricsText():
-                self._collect(message)
-            case Trace(query_id=query_id) if query_id in self._searches:
-                self._searches[query_id].take(message)
-            case Trace():
-                logger.debug("a timeline came too late")
+                self._tasks.start(self._scrape(channel, query_id))
+            case ExplainQuery(query_id=query_id, client_id=client_id):
+                self._tasks.start(self._answer_explanation(channel, query_id, client_id))
+            case MetricsText() | Trace():
+                self._inquiries.answered(message)
             case _:
                 channel.close(f"unexpected {type(message).__name__}")
 
     def _route(self, query: RouteQuery) -> Route:
         if not self._membership.is_settled:
             return Route(worker_ids=(), reason="the controller has just started")
-        return self._placement.choose(self._membership.view(), query.num_prompt_tokens, query.excluded)
+        return self._placement.choose(query.request)
+
+    def _changed(self, worker_id: WorkerId) -> None:
+        """A worker is not what it was: the placement learns it."""
+        view = self._membership.view_of(worker_id)
+        if view is None:
+            self._placement.removed(worker_id)
+        else:
+            self._placement.updated(view)
+
+    async def _scrape(self, channel: Channel, query_id: int) -> None:
+        answers = await self._inquiries.ask(
+            self._processes, lambda number: MetricsRequest(query_id=number), METRICS_TIMEOUT_S
+        )
+        texts = tuple(answer for answer in answers if isinstance(answer, MetricsText))
+        self._post(channel, MetricsAnswer(query_id=query_id, texts=texts))
+
+    async def _answer_explanation(self, channel: Channel, query_id: int, client_id: str) -> None:
+        self._post(channel, replace(await self.explain(client_id), query_id=query_id))
+
+    @property
+    def _processes(self) -> set[Channel]:
+        return {*self._workers, *self._ingresses}
 
     def _register(self, channel: Channel, message: Register) -> None:
         info = message.info
@@ -287,6 +350,7 @@ class Controller:
             return
         logger.info("worker_id=%s is ready: %s", info.worker_id, info.numerics_class)
         self._workers[channel] = (info.worker_id, info.incarnation)
+        self._changed(info.worker_id)
         self._post(channel, Registered(worker_id=info.worker_id))
         self._view_wanted.set()
 
@@ -299,48 +363,3 @@ class Controller:
             channel.post(message)
         except ChannelClosedError as error:
             logger.debug("a message could not be posted: %s", error)
-
-    # Merged metrics: ask everyone, answer when all have or the time is up.
-
-    def _scrape(self, channel: Channel, query_id: int) -> None:
-        self._num_scrapes += 1
-        number = self._num_scrapes
-        peers = {*self._workers, *self._ingresses}
-        self._scrapes[number] = _Scrape(channel, query_id, len(peers))
-        for peer in peers:
-            self._post(peer, MetricsRequest(query_id=number))
-        asyncio.get_running_loop().call_later(METRICS_TIMEOUT_S, self._finish_scrape, number)
-
-    def _collect(self, message: MetricsText) -> None:
-        scrape = self._scrapes.get(message.query_id)
-        if scrape is not None:
-            scrape.texts.append(message)
-            if len(scrape.texts) == scrape.num_peers:
-                self._finish_scrape(message.query_id)
-
-    def _finish_scrape(self, number: int) -> None:
-        scrape = self._scrapes.pop(number, None)
-        if scrape is not None:
-            self._post(scrape.channel, MetricsAnswer(query_id=scrape.query_id, texts=tuple(scrape.texts)))
-
-
-class _Search:
-    def __init__(self, num_peers: int) -> None:
-        self._num_peers = num_peers
-        self.traces: list[Trace] = []
-        self.all_here = asyncio.Event()
-        if num_peers == 0:
-            self.all_here.set()
-
-    def take(self, trace: Trace) -> None:
-        self.traces.append(trace)
-        if len(self.traces) == self._num_peers:
-            self.all_here.set()
-
-
-class _Scrape:
-    def __init__(self, channel: Channel, query_id: int, num_peers: int) -> None:
-        self.channel = channel
-        self.query_id = query_id
-        self.num_peers = num_peers
-        self.texts: list[MetricsText] = []

@@ -1,19 +1,22 @@
 """Which workers exist and in which state: a pure table under an injected clock.
 
     STARTING ── registered ──▶ READY ◀── registered again (its channel broke, or the controller is new)
-        │                        │
-        └─ start timeout ──┐     ├─ channel lost and not back within `lost_grace_s`
-                           ▼     ├─ failed (its engine threw)
-                          DEAD ◀─┴─ stalled (work, but no step for too long)
+        │                        │ └─ drain ─▶ DRAINING ── idle, or `drain_timeout_s` ──▶ STOPPED
+        └─ start timeout ──┐     │                 │
+                           ▼     ▼                 │
+                          DEAD ◀─── channel lost and not back within `lost_grace_s`, failed (its engine threw),
+                                    or stalled (work, but no step for too long)
 
 Events in, instructions out. A dead worker is removed and, after a back-off that doubles with each death in a row,
-replaced. The shell (controller) executes instructions and calls `tick` regularly.
+replaced. One that drains does not count any more: its replacement starts at once. The shell (controller) executes
+instructions and calls `tick` regularly.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pdserve.cluster.base.clock import Clock
+from pdserve.cluster.base.errors import ConfigError
 from pdserve.cluster.base.ids import Incarnation, WorkerId
 from pdserve.cluster.base.worker_info import Role, WorkerDeath, WorkerInfo, WorkerLoad, WorkerState, WorkerView
 
@@ -50,6 +53,9 @@ class MembershipSettings:
     lost_grace_s: float = 1.0
     adopt_grace_s: float = 3.0
     stall_s: float = 10.0
+    drain_settle_s: float = 1.0
+    """Before a draining worker may be taken for idle: requests that were on their way have arrived."""
+    drain_timeout_s: float = 600.0
 
 
 @dataclass(slots=True)
@@ -60,6 +66,10 @@ class _Member:
     load: WorkerLoad = field(default_factory=WorkerLoad)
     lost_time: float | None = None
     step_time: float = 0.0
+    drain_time: float | None = None
+    """Since when it drains."""
+    is_idle: bool = False
+    """By a report that came `drain_settle_s` after that."""
 
 
 class Membership:
@@ -75,6 +85,7 @@ class Membership:
         self._deaths_in_row: dict[Role, int] = {}
         self._next_start_time: dict[Role, float] = {}
         self._last_deaths: list[WorkerDeath] = []
+        self._surges: dict[Role, int] = {}
 
     @property
     def is_settled(self) -> bool:
@@ -114,7 +125,10 @@ class Membership:
             return False
         if member.state is WorkerState.STARTING:
             member.since_time = now
-        member.state = WorkerState.READY
+        if load.is_draining and member.drain_time is None:
+            # An earlier controller has told it to.
+            member.drain_time = now
+        member.state = WorkerState.READY if member.drain_time is None else WorkerState.DRAINING
         member.info = info
         member.load = load
         member.lost_time = None
@@ -124,11 +138,23 @@ class Membership:
     def reported(self, worker_id: WorkerId, load: WorkerLoad) -> None:
         """A load report arrived."""
         member = self._members.get(worker_id)
-        if member is None or member.state is not WorkerState.READY:
+        if member is None or member.state is WorkerState.STARTING:
             return
+        if member.drain_time is not None:
+            has_settled = self._clock.now() - member.drain_time >= self._settings.drain_settle_s
+            member.is_idle = has_settled and load.is_idle
         if load.num_steps != member.load.num_steps or not load.has_runnable_work:
             member.step_time = self._clock.now()
         member.load = load
+
+    def drain(self, worker_id: WorkerId) -> None:
+        """Stop a worker as soon as its requests have ended or moved. Raises ConfigError if it is not ready."""
+        member = self._members.get(worker_id)
+        if member is None or member.state is WorkerState.STARTING:
+            raise ConfigError(f"{worker_id} is no worker that is ready")
+        if member.drain_time is None:
+            member.drain_time = self._clock.now()
+            member.state = WorkerState.DRAINING
 
     def lost(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
         """The channel to that life of the worker ended; it leaves routing at once and may come back."""
@@ -158,14 +184,41 @@ class Membership:
             cause = self._overdue(self._members[worker_id], now)
             if cause is not None:
                 instructions += self._bury(worker_id, cause)
+            elif (end := self._end_of_drain(self._members[worker_id], now)) is not None:
+                del self._members[worker_id]
+                instructions.append(RemoveWorker(worker_id=worker_id, cause=end))
         self._forgive(now)
-        for role, target in self._settings.targets.items():
-            while self._count(role) < target and now >= self._next_start_time.get(role, 0.0):
+        for role in self._settings.targets:
+            wanted = self.target(role) + self._surges.get(role, 0)
+            while self._count(role) < wanted and now >= self._next_start_time.get(role, 0.0):
                 instructions.append(self._start(role, now))
         return instructions
 
+    def has(self, worker_id: WorkerId) -> bool:
+        """True if the worker starts, serves or drains."""
+        return worker_id in self._members
+
+    def is_ready(self, worker_id: WorkerId) -> bool:
+        """True if the worker takes requests."""
+        member = self._members.get(worker_id)
+        return member is not None and member.state is WorkerState.READY and member.lost_time is None
+
+    def num_ready(self, role: Role) -> int:
+        """Return the workers of a role that take requests."""
+        return sum(role_of(worker_id) is role and self.is_ready(worker_id) for worker_id in self._members)
+
+    def target(self, role: Role) -> int:
+        """Return how many workers of a role there should be."""
+        return self._settings.targets.get(role, 0)
+
+    def set_surge(self, role: Role, count: int) -> None:
+        """Start so many beyond the target, while others are about to leave; one too many stays until it does."""
+        self._surges[role] = count
+
     def _count(self, role: Role) -> int:
-        return sum(role_of(worker_id) is role for worker_id in self._members)
+        return sum(
+            role_of(worker_id) is role and member.drain_time is None for worker_id, member in self._members.items()
+        )
 
     def _start(self, role: Role, now: float) -> StartWorker:
         number = self._num_started.get(role, 0)
@@ -176,11 +229,15 @@ class Membership:
 
     def view(self) -> tuple[WorkerView, ...]:
         """Return every worker that has registered and not died."""
-        return tuple(
-            WorkerView(info=member.info, state=self._visible_state(member), load=member.load)
-            for member in self._members.values()
-            if member.info is not None
-        )
+        views = (self.view_of(worker_id) for worker_id in self._members)
+        return tuple(view for view in views if view is not None)
+
+    def view_of(self, worker_id: WorkerId) -> WorkerView | None:
+        """Return one worker; None if it has not registered, or died."""
+        member = self._members.get(worker_id)
+        if member is None or member.info is None:
+            return None
+        return WorkerView(info=member.info, state=self._visible_state(member), load=member.load)
 
     def starting(self) -> list[WorkerId]:
         """Return the workers that have not registered yet."""
@@ -200,10 +257,20 @@ class Membership:
             return f"not ready within {settings.start_timeout_s:g} s"
         if member.lost_time is not None and now - member.lost_time > settings.lost_grace_s:
             return "its channel closed and it did not come back"
-        if member.state is WorkerState.READY and member.lost_time is None:
+        if member.state is not WorkerState.STARTING and member.lost_time is None:
             limit_s = max(settings.stall_s, STALL_STEPS * member.load.predicted_step_s)
             if now - member.step_time > limit_s:
                 return f"stalled: work to do, but no step for {now - member.step_time:.1f} s"
+        return None
+
+    def _end_of_drain(self, member: _Member, now: float) -> str | None:
+        """Return why a draining worker is stopped now, if it is."""
+        if member.drain_time is None:
+            return None
+        if member.is_idle:
+            return "drained"
+        if now - member.drain_time > self._settings.drain_timeout_s:
+            return f"drained for {self._settings.drain_timeout_s:g} s; what is left is replayed"
         return None
 
     def _bury(self, worker_id: WorkerId, cause: str, *, is_permanent: bool = False) -> list[Instruction]:

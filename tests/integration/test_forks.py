@@ -4,7 +4,6 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from support.services import (
     MODEL,
     collect,
     eventually,
+    opened,
     running_controller,
     running_ingress,
     running_replayer,
@@ -32,18 +32,6 @@ from support.services import (
 )
 
 Results = dict[str, tuple[list[int], FinishReason | None]]
-
-
-@asynccontextmanager
-async def opened(replayer: Replayer, request: Request) -> AsyncIterator[dict[str, Any]]:
-    """Open a request and take over its forks, as an answer does."""
-    async with AsyncExitStack() as stack:
-        first = await stack.enter_async_context(replayer.open(request))
-        runs = {str(request.request_id): first}
-        for fork in forks_of(request):
-            placed = first.take_fork(fork.request_id)
-            runs[fork.request_id] = await stack.enter_async_context(replayer.open(fork, placed))
-        yield runs
 
 
 async def generate_all(replayer: Replayer, request: Request) -> Results:

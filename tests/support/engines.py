@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from pdserve.cluster.base.clock import ManualClock
+from pdserve.cluster.base.clock import Clock, ManualClock
 from pdserve.cluster.base.engine_config import AttentionKind, EngineConfig, LinearKind
 from pdserve.cluster.base.ids import RequestId
 from pdserve.cluster.base.kv_layout import KVDtype
@@ -67,7 +67,7 @@ def make_digest_engine(
     max_batch_tokens: int = 64,
     max_waiting: int = 256,
     has_prefix_cache: bool = True,
-    clock: ManualClock | None = None,
+    clock: Clock | None = None,
     strategy: Strategy | None = None,
     host_blocks: int = 0,
     **settings_changes: object,

@@ -2,7 +2,9 @@
 
 import random
 import threading
+import time
 
+from pdserve.cluster.base.clock import SystemClock
 from pdserve.cluster.base.kv_layout import ChunkRange, KVDtype
 from pdserve.workers.engine.engine import Engine
 from pdserve.workers.engine.plan import NO_TOKEN, Int32, StepOutput, StepPlan
@@ -47,6 +49,27 @@ class GatedRunner(DigestRunner):
         if self.fails_after_layers:
             raise RuntimeError("the model exploded")
         return tokens
+
+
+class PacedRunner(DigestRunner):
+    """Takes the time of a law."""
+
+    base_s = 0.002
+    token_s = 0.0005
+
+    def execute(
+        self, plan: StepPlan, on_layer: OnLayer | None = None, exported: Exported = (), copies: Copies = ()
+    ) -> StepOutput:
+        """See ModelRunner.execute."""
+        time.sleep(self.base_s + self.token_s * plan.num_tokens)
+        return super().execute(plan, on_layer, exported, copies)
+
+
+def make_paced_engine(model: DigestModel, **limits: int) -> Engine:
+    """Return a digest engine on a paced runner, on the machine's clock."""
+    engine = make_digest_engine(model, clock=SystemClock(), **limits)
+    engine.runner = PacedRunner(model, num_blocks=engine.pool.num_blocks, block_size=16)
+    return engine
 
 
 class BlindRunner(DigestRunner):

@@ -3,15 +3,16 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 
 from pdserve.cluster.base.clock import Clock, SystemClock
-from pdserve.cluster.base.config import IngressConfig, TransferConfig
+from pdserve.cluster.base.config import AdmissionConfig, IngressConfig, TransferConfig
 from pdserve.cluster.base.ids import IngressId, WorkerId, draw_incarnation
-from pdserve.cluster.base.request import FinishReason, Request
+from pdserve.cluster.base.request import FinishReason, Request, forks_of
 from pdserve.cluster.base.timeline import Timelines
 from pdserve.cluster.base.wire import ChannelSettings
 from pdserve.cluster.base.worker_info import Endpoint, WorkerInfo
@@ -81,7 +82,8 @@ async def running_worker(
     incarnation = draw_incarnation()
 
     def describe(endpoint: Endpoint) -> WorkerInfo:
-        return make_info(WorkerId(name), endpoint=reach(endpoint), incarnation=incarnation)
+        info = make_info(WorkerId(name), endpoint=reach(endpoint), incarnation=incarnation)
+        return replace(info, prefix_identity=engine.identity)
 
     copiers = tuple(map(make_copier, stores))
     for copier in copiers:
@@ -160,6 +162,18 @@ async def generate(replayer: Replayer, request: Request) -> tuple[list[int], Fin
 
 
 @asynccontextmanager
+async def opened(replayer: Replayer, request: Request) -> AsyncIterator[dict[str, RequestRun]]:
+    """Open a request and take over its forks, as an answer does."""
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(replayer.open(request))
+        runs = {str(request.request_id): first}
+        for fork in forks_of(request):
+            placed = first.take_fork(fork.request_id)
+            runs[fork.request_id] = await stack.enter_async_context(replayer.open(fork, placed))
+        yield runs
+
+
+@asynccontextmanager
 async def running_ingress(
     controller: StubController, tokenizer_folder: Path, *, max_model_len: int = 1024, max_body_bytes: int = 1 << 20
 ) -> AsyncIterator[httpx.AsyncClient]:
@@ -168,6 +182,7 @@ async def running_ingress(
         config=IngressConfig(
             max_body_bytes=max_body_bytes, route_timeout_s=0.3, token_timeout_s=20.0, replay_timeout_s=0.5
         ),
+        admission=AdmissionConfig(classes={"interactive": 0.5}),
         channel=CHANNEL,
         served_name="tiny",
         model_folder=str(tokenizer_folder),

@@ -1,6 +1,7 @@
 """Worker facts for tests of the control plane."""
 
 from pdserve.cluster.base.ids import Incarnation, WorkerId
+from pdserve.cluster.base.prefix_hash import PrefixIdentity
 from pdserve.cluster.base.worker_info import (
     Endpoint,
     NumericsClass,
@@ -38,6 +39,9 @@ def make_info(
         num_blocks=64,
         block_size=16,
         max_running=16,
+        max_batch_tokens=512,
+        prefix_identity=PrefixIdentity(model_digest="m", kv_dtype="float32", numerics_digest="n"),
+        kv_token_bytes=1024,
         memory_bytes=1,
     )
 

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 from pdserve.cluster.base.clock import Clock
 from pdserve.cluster.base.kv_layout import KVLayout
 from pdserve.cluster.base.prefix_hash import PrefixIdentity
@@ -51,7 +53,7 @@ class Engine:
 
         With `itl_target_s`, steps that hold up decodes are as large as that allows, by the fitted step time.
         """
-        identity = PrefixIdentity(
+        self.identity = PrefixIdentity(
             model_digest=layout.model_digest, kv_dtype=layout.kv_dtype, numerics_digest=numerics_digest
         )
         self.pool = BlockPool(num_blocks, promised_share=promised_share)
@@ -65,7 +67,7 @@ class Engine:
             settings,
             self.pool,
             layout,
-            identity,
+            self.identity,
             clock,
             strategy,
             copy_block=self._copy_block,
@@ -141,5 +143,13 @@ class Engine:
 
 def shape_of(plan: StepPlan) -> StepShape:
     """Return what a plan's duration depends on."""
-    context = plan.positions[plan.row_starts[1:] - 1]
-    return StepShape(num_tokens=plan.num_tokens, num_rows=plan.num_rows, num_context_tokens=int(context.sum()))
+    ends = plan.positions[plan.row_starts[1:] - 1]
+    counts = np.diff(plan.row_starts).astype(np.int64)
+    several = counts > 1
+    pairs = counts * (ends + 1) - counts * (counts - 1) // 2
+    return StepShape(
+        num_tokens=plan.num_tokens,
+        num_rows=plan.num_rows,
+        num_context_tokens=int(ends[~several].sum()),
+        num_pairs=int(pairs[several].sum()),
+    )

@@ -146,6 +146,11 @@ class Scheduler:
         self.num_recomputed_tokens = 0
 
     @property
+    def max_running(self) -> int:
+        """Sequences that run at once at most."""
+        return self._settings.max_running
+
+    @property
     def max_batch_tokens(self) -> int:
         """Token budget of a step."""
         return self._settings.max_batch_tokens
@@ -555,6 +560,11 @@ class Scheduler:
         """Return how long each request admitted since the last call had waited for its first admission."""
         times, self._queue_times = self._queue_times, []
         return times
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens that the running sequences have; from any thread, an estimate while a step runs."""
+        return sum(item.num_tokens for item in list(self._running))
 
     def slot_use(self, group: int) -> SlotUse:
         """Return what running sequences hold in a group and what of it is waste; a shared block counts for each.

@@ -258,6 +258,7 @@ class IncomingTransfers:
         metrics = self._metrics
         metrics.queue.observe(message.queue_s)
         metrics.credit_stall.observe(message.stall_s)
+        prefill.present.num_late_bytes = message.num_bytes - message.early_bytes
         if message.num_bytes:
             metrics.early_share.observe(message.early_bytes / message.num_bytes)
         prefill.timeline.mark(
@@ -342,6 +343,8 @@ class IncomingTransfers:
             prefill.timeline.mark(f"all verified (last chunk {since_ms:.1f} ms ago), committed, joins the batch")
         if present.token_time is not None:
             self._metrics.commit.observe(now - present.token_time)
+            if present.num_late_bytes is not None:
+                present.peer.observe_tail(present.num_late_bytes, now - present.token_time)
         self._owner.complete(prefill, present.num_tokens)
 
     def _close(self, prefill: RemotePrefill, present: Try) -> None:

@@ -30,6 +30,8 @@ class Try:
     link_losses: dict[int, int] = field(default_factory=dict)
     """By stream."""
     num_bytes: int = 0
+    num_late_bytes: int | None = None
+    """Sent after the prompt was computed, once the source has said how many."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from pdserve.cluster.base.prefix_hash import PrefixHash
 from pdserve.cluster.base.rank_messages import HandoffReport
 from pdserve.cluster.base.request import Request, TokenDelta
 from pdserve.cluster.base.timeline import Timeline
-from pdserve.cluster.base.worker_info import LinkView, WorkerInfo
+from pdserve.cluster.base.worker_info import LinkView, TransferFit, WorkerInfo
 from pdserve.kvtransfer.layout import Coverage
 from pdserve.workers.engine.engine import Engine
 from pdserve.workers.engine.reservation import Reservation
@@ -96,6 +96,10 @@ class SinkService:
     def links(self) -> tuple[LinkView, ...]:
         """Return every link, for status."""
         return tuple(view for peer in self._peers.all() for view in peer.views(self._transfers.num_of(peer)))
+
+    def transfer_fits(self) -> tuple[TransferFit, ...]:
+        """Return how long transfers take, by source, as far as there were any."""
+        return tuple(fit for peer in self._peers.all() if (fit := peer.fit).num_observations)
 
     def refresh_gauges(self) -> None:
         """Set the gauges of the sink side."""

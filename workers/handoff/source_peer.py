@@ -10,6 +10,7 @@ from typing import Protocol, get_args
 
 from pdserve.cluster.base.errors import ChannelClosedError, ProtocolError
 from pdserve.cluster.base.messages import Message
+from pdserve.cluster.base.online_fit import OnlineFit
 from pdserve.cluster.base.rank_messages import (
     AddPair,
     DropPair,
@@ -21,13 +22,14 @@ from pdserve.cluster.base.rank_messages import (
 from pdserve.cluster.base.tasks import BackgroundTasks
 from pdserve.cluster.base.transfer_messages import Hello, HelloOk, Refuse
 from pdserve.cluster.base.wire import Channel, ChannelClient
-from pdserve.cluster.base.worker_info import Endpoint, LinkView, WorkerInfo
+from pdserve.cluster.base.worker_info import Endpoint, LinkView, TransferFit, WorkerInfo
 from pdserve.kvtransfer.layout import Stream, plan_streams
 from pdserve.workers.handoff.settings import HandoffSettings, RankPort
 
 logger = logging.getLogger(__name__)
 
 LINK_MESSAGES = get_args(LinkMessage)
+TAIL_SCALES = (1.0, 1e6)
 
 
 class PeerEvents(Protocol):
@@ -66,6 +68,7 @@ class SourcePeer:
         self._channel: Channel | None = None
         self._links: dict[int, LinkReport] = {}
         self._num_bytes: dict[int, int] = {}
+        self._tail = OnlineFit(TAIL_SCALES)
         self._tasks = BackgroundTasks(f"the channel to {info.worker_id}")
 
         async def resolve() -> Endpoint:
@@ -135,6 +138,22 @@ class SourcePeer:
     def count_bytes(self, link_no: int, num_bytes: int) -> None:
         """A link has brought a verified chunk."""
         self._num_bytes[link_no] = self._num_bytes.get(link_no, 0) + num_bytes
+
+    def observe_tail(self, num_late_bytes: int, duration_s: float) -> None:
+        """A transfer was whole so long after its prompt was computed, when so many bytes were still to be sent."""
+        self._tail.observe((1.0, num_late_bytes), duration_s)
+
+    @property
+    def fit(self) -> TransferFit:
+        """What its transfers take, so far."""
+        latency, per_byte = self._tail.coefficients.tolist()
+        return TransferFit(
+            source=self.info.worker_id,
+            latency=latency,
+            per_byte=per_byte,
+            num_observations=self._tail.num_observations,
+            relative_error=self._tail.relative_error,
+        )
 
     # The channel.
 

@@ -2,7 +2,10 @@
 
 from dataclasses import replace
 
+import pytest
+
 from pdserve.cluster.base.clock import ManualClock
+from pdserve.cluster.base.errors import ConfigError
 from pdserve.cluster.base.ids import Incarnation, WorkerId
 from pdserve.cluster.base.worker_info import Role, WorkerLoad, WorkerState
 from pdserve.cluster.control.membership import Membership, MembershipSettings, RemoveWorker, StartWorker
@@ -218,3 +221,89 @@ def test_a_failed_start_is_buried_at_once_and_only_while_starting() -> None:
     ready = make_ready(membership)
     assert membership.failed_to_start(ready, "its actor died later", is_permanent=False) == []
     assert membership.view()[0].state is WorkerState.READY
+
+
+def drain_one(num_running: int = 1) -> tuple[Membership, ManualClock, WorkerId]:
+    membership, clock = make()
+    worker_id = make_ready(membership)
+    membership.reported(worker_id, WorkerLoad(num_running=num_running))
+    membership.drain(worker_id)
+    return membership, clock, worker_id
+
+
+def test_a_draining_worker_is_replaced_at_once_and_stopped_when_nobody_waits_for_it() -> None:
+    membership, clock, worker_id = drain_one()
+    assert [view.state for view in membership.view()] == [WorkerState.DRAINING]
+    replacement = start_one(membership)
+    assert membership.registered(make_info(replacement), WorkerLoad())
+    clock.advance(5.0)
+    membership.reported(worker_id, WorkerLoad(num_running=1))
+    assert membership.tick() == []
+    membership.reported(worker_id, WorkerLoad(num_sending=1))
+    assert membership.tick() == []
+    membership.reported(worker_id, WorkerLoad())
+    assert membership.tick() == [RemoveWorker(worker_id=worker_id, cause="drained")]
+    assert membership.last_deaths == (), "it did not die"
+    assert membership.tick() == []
+    assert [view.info.worker_id for view in membership.view()] == [replacement]
+
+
+def test_what_was_on_its_way_to_a_draining_worker_may_still_come() -> None:
+    membership, clock, worker_id = drain_one(num_running=0)
+    start_one(membership)
+    clock.advance(0.1)
+    membership.reported(worker_id, WorkerLoad())
+    assert membership.tick() == []
+    clock.advance(0.8)
+    membership.reported(worker_id, WorkerLoad(num_running=1))
+    clock.advance(0.8)
+    membership.reported(worker_id, WorkerLoad(num_running=1))
+    assert membership.tick() == []
+
+
+def test_a_drain_has_an_end() -> None:
+    membership, clock, worker_id = drain_one()
+    replacement = start_one(membership)
+    assert membership.registered(make_info(replacement), WorkerLoad())
+    for _ in range(61):
+        clock.advance(10.0)
+        for one in (worker_id, replacement):
+            membership.reported(one, WorkerLoad(num_running=1))
+    (removed,) = membership.tick()
+    assert isinstance(removed, RemoveWorker)
+    assert removed.worker_id == worker_id
+    assert "600 s" in removed.cause
+
+
+def test_only_a_worker_that_serves_can_drain_and_a_second_time_changes_nothing() -> None:
+    membership, clock, worker_id = drain_one()
+    starting = start_one(membership)
+    for unknown in (starting, WorkerId("mixed-9")):
+        with pytest.raises(ConfigError, match=unknown):
+            membership.drain(unknown)
+    clock.advance(2.0)
+    membership.drain(worker_id)
+    membership.reported(worker_id, WorkerLoad())
+    assert membership.tick() == [RemoveWorker(worker_id=worker_id, cause="drained")]
+
+
+def test_a_worker_that_dies_while_it_drains_is_buried() -> None:
+    membership, clock, worker_id = drain_one()
+    start_one(membership)
+    membership.lost(worker_id, make_info(worker_id).incarnation)
+    clock.advance(1.1)
+    (removed,) = membership.tick()
+    assert isinstance(removed, RemoveWorker)
+    assert [death.worker_id for death in membership.last_deaths] == [worker_id]
+
+
+def test_a_new_controller_lets_a_worker_go_on_draining() -> None:
+    membership, clock = make()
+    worker_id = WorkerId("mixed-3")
+    membership.adopt(worker_id)
+    assert membership.registered(make_info(worker_id), WorkerLoad(num_running=1, is_draining=True))
+    assert [view.state for view in membership.view()] == [WorkerState.DRAINING]
+    assert start_one(membership) == "mixed-4"
+    clock.advance(1.1)
+    membership.reported(worker_id, WorkerLoad(is_draining=True))
+    assert membership.tick() == [RemoveWorker(worker_id=worker_id, cause="drained")]
