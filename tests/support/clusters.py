@@ -64,7 +64,7 @@ def make_config(
     transports: tuple[str, ...] = ("shm", "tcp"),
     **workers: object,
 ) -> DeploymentConfig:
-    """A prefill and a decode worker with that many ranks each. No prompt is cached: each goes the whole way."""
+    """A prefill and a decode worker with that many ranks each. No prompt is cached or LOCAL: all go the whole way."""
     return DeploymentConfig.model_validate(
         {
             "name": name,
@@ -75,6 +75,7 @@ def make_config(
                 "num_threads": 1,
                 "prefix_cache": False,
             },
+            "placement": {"policy": "least_loaded"},
             "ingress": {"host": host},
             "transfer": {"slot_bytes": 64 << 10, "transports": transports},
             "workers": {
