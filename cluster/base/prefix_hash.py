@@ -71,7 +71,7 @@ def unit_chain(identity: PrefixIdentity, token_ids: Sequence[int], *, salt: str 
 
 def split_names(names: bytes) -> Iterator[PrefixHash]:
     """Yield the names that lie one after the other."""
-    return (names[start : start + NAME_BYTES] for start in range(0, len(names), NAME_BYTES))
+    return iter([names[start : start + NAME_BYTES] for start in range(0, len(names), NAME_BYTES)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,8 @@ Places = NDArray[np.intp]
 """Of workers in the table."""
 
 SETTLE_S = 0.5
+SHARE_S = 1.0
+"""How often everybody's mean is taken."""
 TRUST = 20.0
 """Steps after which a worker's own fit counts as much as that of all workers."""
 UNMEASURED = StepFit(base=1e-3, per_token=1e-4, per_row=1e-4, per_context_kilotoken=1e-5, per_kilopair=1e-6)
@@ -102,7 +104,8 @@ class Fleet:
         self._fits = np.zeros((8, NUM_TERMS))
         self._weights = np.zeros(8)
         self._flags = np.zeros((8, 3), bool)
-        self._has_new_fits = False
+        self._shared = np.array(_terms(UNMEASURED))
+        self._shared_time = -math.inf
         self._pairs: list[_Pairs | None] = []
         self._usual_transfer = UNMEASURED_TRANSFER
 
@@ -116,8 +119,6 @@ class Fleet:
 
     def columns(self) -> Sequence[Float64]:
         """Return the columns in the order of Column, [workers] each."""
-        if self._has_new_fits:
-            self._blend()
         return tuple(self._table[: len(self.ids)].T)
 
     @property
@@ -161,6 +162,9 @@ class Fleet:
             reservations.popleft()
             num_arrived -= 1
         self._fill(place)
+        if self._clock.now() - self._shared_time >= SHARE_S:
+            self._share()
+        self._blend(place)
 
     def remove(self, worker_id: WorkerId) -> None:
         """A worker is gone: the last one takes its place."""
@@ -176,7 +180,6 @@ class Fleet:
             self._place_of[self.ids[place]] = place
             for table in (self._table, self._fits, self._weights, self._flags):
                 table[place] = table[last]
-        self._has_new_fits = True
 
     def reserve(self, place: int, *, num_queued: int, num_rows: int, num_context: int) -> None:
         """Something was sent to a worker."""
@@ -211,15 +214,8 @@ class Fleet:
             view.state is WorkerState.READY and info.role is Role.PREFILL,
             view.state is WorkerState.READY and info.role is Role.DECODE,
         )
-        self._fits[place] = (
-            fit.base,
-            fit.per_token,
-            fit.per_row,
-            fit.per_context_kilotoken / 1000,
-            fit.per_kilopair / 1000,
-        )
+        self._fits[place] = _terms(fit)
         self._weights[place] = fit.num_observations
-        self._has_new_fits = True
         reserved = self._reservations[place]
         num_context = sum(item.num_context for item in reserved)
         self._table[place, NUM_TERMS:] = (
@@ -232,15 +228,22 @@ class Fleet:
             info.kv_token_bytes,
         )
 
-    def _blend(self) -> None:
-        """Mix each worker's fit with everybody's, as far as it is not sure of its own."""
-        self._has_new_fits = False
+    def _blend(self, place: int) -> None:
+        """Mix a worker's fit with everybody's, as far as it is not sure of its own."""
+        own = self._weights[place] / (self._weights[place] + TRUST)
+        self._table[place, :NUM_TERMS] = own * self._fits[place] + (1 - own) * self._shared
+
+    def _share(self) -> None:
+        """Take everybody's mean anew."""
         count = len(self.ids)
         fits, weights = self._fits[:count], self._weights[:count]
         whole = weights.sum()
-        shared = weights @ fits / whole if whole else np.array(_terms(UNMEASURED))
-        own = (weights / (weights + TRUST))[:, None]
-        self._table[:count, :NUM_TERMS] = own * fits + (1 - own) * shared
+        if not whole:
+            return
+        self._shared = weights @ fits / whole
+        self._shared_time = self._clock.now()
+        for place in range(count):
+            self._blend(place)
 
 
 def _terms(fit: StepFit) -> tuple[float, ...]:

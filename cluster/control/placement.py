@@ -11,6 +11,7 @@ so that several ingresses, and requests between two reports, do not all go one w
 """
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -258,17 +259,24 @@ class JointPlacement:
         if refusal is not None:
             return Route(worker_ids=(), reason=reason, predicted_ttft_s=ttft_s, refusal=refusal)
         self._reserve(request, terms, owner, prefill)
-        owners = list(dict.fromkeys(fleet.ids[place] for place in shortlist.owners[shortlist.order]))
-        prefills: list[WorkerId] = []
-        if not is_local:
-            places = [place for place in shortlist.prefills[shortlist.order] if place != NOWHERE]
-            prefills = list(dict.fromkeys(fleet.ids[place] for place in places))
+        ordered = shortlist.order.tolist()
         return Route(
-            worker_ids=tuple(owners[:MAX_CANDIDATES]),
-            prefill_worker_ids=tuple(prefills[:MAX_CANDIDATES]),
+            worker_ids=self._first_ids(shortlist.owners, ordered),
+            prefill_worker_ids=() if is_local else self._first_ids(shortlist.prefills, ordered),
             reason=reason,
             predicted_ttft_s=ttft_s,
         )
+
+    def _first_ids(self, places: Places, order: Sequence[int]) -> tuple[WorkerId, ...]:
+        """Return the first MAX_CANDIDATES different workers."""
+        found: dict[int, None] = {}
+        for number in order:
+            place = int(places[number])
+            if place != NOWHERE:
+                found[place] = None
+                if len(found) == MAX_CANDIDATES:
+                    break
+        return tuple(self.fleet.ids[place] for place in found)
 
     def _refusal(self, request: Placeable, ttft_s: float, owner: int, prefill: int) -> Refusal | None:
         limit = request.ttft_limit_s

@@ -108,8 +108,10 @@ class PrefixIndex:
         for chain in chains:
             bits = bits_of.get(chain.identity)
             if bits is not None and len(expected) < self._most_names:
-                for name in split_names(chain.names):
-                    expected[name] = expected.get(name, 0) | bits
+                names = list(split_names(chain.names))
+                known = {name: expected[name] | bits for name in names if name in expected} if expected else {}
+                expected.update(dict.fromkeys(names, bits))
+                expected.update(known)
 
     def match(self, chains: Iterable[PrefixChain]) -> dict[WorkerId, int]:
         """Return the leading tokens whose KV each worker holds; workers without any are left out."""
