@@ -89,6 +89,7 @@ def status_table(record: DeploymentRecord, status: ClusterStatus) -> RenderableT
                 link.note,
             )
     lines = [Text(f"controller pid {status.controller_pid}")]
+    lines += [Text(str(pause)) for pause in status.pauses]
     if status.rollout:
         lines.append(Text(status.rollout))
     lines += [

@@ -28,6 +28,7 @@ from pdserve.workers.cache_news import CacheNews
 logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.1
+"""Until the controller says another."""
 
 
 class Reporter(Protocol):
@@ -43,8 +44,15 @@ class Reporter(Protocol):
     def announce_peers(self, workers: Sequence[WorkerInfo]) -> None:
         """These prefill workers are ready."""
 
+    @property
+    def is_unused(self) -> bool:
+        """True if nobody waits for anything of this worker."""
+
     def drain(self) -> None:
         """Take no new requests."""
+
+    def end(self, cause: str) -> None:
+        """End the process."""
 
     def traces(self, prefix: str) -> tuple[str, ...]:
         """Return the timelines of a client request."""
@@ -56,8 +64,12 @@ class Reporter(Protocol):
 class ControllerLink:
     """Registers, reports, and answers for metrics and traces."""
 
-    def __init__(self, worker: Reporter, news: CacheNews) -> None:
+    def __init__(self, worker: Reporter, news: CacheNews, lease_s: float | None) -> None:
+        """`lease_s`: how long the worker lives without a controller; None: for ever."""
         self._worker = worker
+        self._lease_s = lease_s
+        self._needed_time = asyncio.get_running_loop().time()
+        self._interval_s = REPORT_INTERVAL_S
         self._news = news
         self._channel: Channel | None = None
         self._task: asyncio.Task[None] | None = None
@@ -74,8 +86,9 @@ class ControllerLink:
     def message_received(self, channel: Channel, message: Message) -> None:
         """See ChannelHandler."""
         match message:
-            case Registered():
+            case Registered(report_interval_s=interval_s):
                 logger.info("the controller took this worker in")
+                self._interval_s = interval_s
             case Drain():
                 self._worker.drain()
             case SendSnapshot():
@@ -120,7 +133,16 @@ class ControllerLink:
             if self._channel is not None:
                 for update in self._news.take(info.worker_id, info.incarnation):
                     self._post(update)
-            await asyncio.sleep(REPORT_INTERVAL_S)
+            self._check_lease()
+            await asyncio.sleep(self._interval_s)
+
+    def _check_lease(self) -> None:
+        """End a worker that no controller knows any more, and nobody waits for."""
+        now = asyncio.get_running_loop().time()
+        if self._channel is not None or not self._worker.is_unused:
+            self._needed_time = now
+        elif self._lease_s is not None and now - self._needed_time > self._lease_s:
+            self._worker.end(f"no controller and no request for {self._lease_s:g} s (workers.lease_s)")
 
     def _post(self, message: Message) -> None:
         if self._channel is None:

@@ -160,6 +160,7 @@ async def _serve(
         clock=clock,
         gang=leader,
         end_process=end_process,
+        lease_s=plan.config.workers.lease_s,
     )
     memory_bytes = assembled.resident_bytes + (0 if leader is None else leader.memory_bytes)
     worker = Worker(assembled.engine, settings, partial(_describe, assembled, plan, memory_bytes), resolve_controller)

@@ -67,7 +67,9 @@ class WorkerSettings:
     gang: Gang | None = None
     """The ranks in other processes."""
     end_process: Callable[[str], None] | None = None
-    """Ends a worker that has lost a rank, with the cause; requests are replayed elsewhere."""
+    """Ends a worker that has lost a rank or its lease, with the cause; requests are replayed elsewhere."""
+    lease_s: float | None = None
+    """How long it lives without a controller and without requests; None: for ever."""
 
 
 class Worker:
@@ -100,7 +102,9 @@ class Worker:
         self._info: WorkerInfo | None = None
         self._thread = EngineThread(engine, self._publish, self._engine_failed)
         self._server = ChannelServer(settings.channel, self)
-        self._controller = ControllerLink(self, CacheNews(self._thread.cache_events, settings.copiers[0].layout))
+        self._controller = ControllerLink(
+            self, CacheNews(self._thread.cache_events, settings.copiers[0].layout), settings.lease_s
+        )
         self._controller_client = ChannelClient(
             settings.channel, self._controller, resolve_controller, name="controller"
         )
@@ -164,6 +168,11 @@ class Worker:
             await self._ranks.stop()
         if not await asyncio.to_thread(self._thread.stop, STOP_TIMEOUT_S):
             logger.error("the engine thread did not stop within %g s", STOP_TIMEOUT_S)
+
+    @property
+    def is_unused(self) -> bool:
+        """True if nobody waits for anything of this worker."""
+        return not len(self._live) and self.load().is_idle
 
     @property
     def num_live(self) -> int:
@@ -392,14 +401,14 @@ class Worker:
         self._loop.call_soon_threadsafe(self._fail, cause)
 
     def end(self, cause: str) -> None:
-        """A rank is lost: tell the controller, and end the process without an ending for anybody's request."""
+        """A rank or the lease is lost: tell the controller, and end the process, without an ending for any request."""
         if self._failure is None:
             self._failure = cause
             self._controller.report_failure(cause)
             self._loop.call_later(LAST_WORDS_S, self._end_process, cause)
 
     def _end_process(self, cause: str) -> None:
-        assert self._settings.end_process is not None, "a worker of several ranks can end"
+        assert self._settings.end_process is not None, "a worker of several ranks, or with a lease, can end"
         self._settings.end_process(cause)
 
     async def _end_for(self, gang: Gang, failure: str) -> None:

@@ -114,6 +114,8 @@ class WorkersConfig(Section):
     """A worker that is not READY by then is replaced."""
     stall_timeout_s: float = Field(default=10.0, gt=0)
     """A worker that has work and makes no step for this long (or five predicted steps) is replaced."""
+    lease_s: float = Field(default=600.0, gt=0)
+    """A worker that no controller has known for this long, and that serves nobody, ends itself."""
     drain_timeout_s: float = Field(default=600.0, gt=0)
     """A worker that drains is stopped after this long, whatever it still runs; that is replayed on others."""
     surge_timeout_s: float = Field(default=120.0, ge=0)

@@ -113,9 +113,10 @@ class Register:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registered:
-    """The controller took the worker in."""
+    """The controller took the worker in, and wants a report that often."""
 
     worker_id: WorkerId
+    report_interval_s: float = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -189,6 +189,21 @@ class WorkerDeath:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StartPause:
+    """A role whose workers died in a row: the next one is not started yet."""
+
+    role: Role
+    num_deaths: int
+    left_s: float
+    is_benched: bool
+    """So many that another start hardly helps: it is tried again after minutes."""
+
+    def __str__(self) -> str:
+        what = "benched: " if self.is_benched else ""
+        return f"{self.role}: {what}{self.num_deaths} deaths in a row, the next start in {self.left_s:.0f} s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterStatus:
     """What `pdserve status` shows."""
 
@@ -196,5 +211,6 @@ class ClusterStatus:
     starting: tuple[WorkerId, ...]
     last_deaths: tuple[WorkerDeath, ...]
     controller_pid: int
+    pauses: tuple[StartPause, ...] = ()
     rollout: str = ""
     """How far a rolling restart is."""

@@ -56,6 +56,7 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.1
 VIEW_INTERVAL_S = 0.5
 METRICS_TIMEOUT_S = 1.0
+LEAST_REPORT_S, REPORT_COST_S = 0.05, 0.001
 
 
 class Controller:
@@ -113,6 +114,7 @@ class Controller:
             starting=tuple(self._membership.starting()),
             last_deaths=self._membership.last_deaths,
             controller_pid=os.getpid(),
+            pauses=self._membership.pauses(),
             rollout="" if self._rollout is None else str(self._rollout),
         )
 
@@ -319,6 +321,11 @@ class Controller:
             return Route(worker_ids=(), reason="the controller has just started")
         return self._placement.choose(query.request)
 
+    @property
+    def _report_interval_s(self) -> float:
+        """Of each worker: the controller takes a bounded number of reports a second in."""
+        return max(LEAST_REPORT_S, len(self._workers) * REPORT_COST_S)
+
     def _changed(self, worker_id: WorkerId) -> None:
         """A worker is not what it was: the placement learns it."""
         view = self._membership.view_of(worker_id)
@@ -351,7 +358,7 @@ class Controller:
         logger.info("worker_id=%s is ready: %s", info.worker_id, info.numerics_class)
         self._workers[channel] = (info.worker_id, info.incarnation)
         self._changed(info.worker_id)
-        self._post(channel, Registered(worker_id=info.worker_id))
+        self._post(channel, Registered(worker_id=info.worker_id, report_interval_s=self._report_interval_s))
         self._view_wanted.set()
 
     def _carry_out(self, instructions: list[Instruction]) -> None:

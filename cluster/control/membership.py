@@ -8,8 +8,8 @@
                                     or stalled (work, but no step for too long)
 
 Events in, instructions out. A dead worker is removed and, after a back-off that doubles with each death in a row,
-replaced. One that drains does not count any more: its replacement starts at once. The shell (controller) executes
-instructions and calls `tick` regularly.
+replaced; a role whose workers keep failing to start is benched for minutes. One that drains does not count any more:
+its replacement starts at once. The shell (controller) executes instructions and calls `tick` regularly.
 """
 
 from collections.abc import Mapping
@@ -18,9 +18,20 @@ from dataclasses import dataclass, field
 from pdserve.cluster.base.clock import Clock
 from pdserve.cluster.base.errors import ConfigError
 from pdserve.cluster.base.ids import Incarnation, WorkerId
-from pdserve.cluster.base.worker_info import Role, WorkerDeath, WorkerInfo, WorkerLoad, WorkerState, WorkerView
+from pdserve.cluster.base.worker_info import (
+    Role,
+    StartPause,
+    WorkerDeath,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerState,
+    WorkerView,
+)
 
 MAX_BACKOFF_S = 60.0
+MANY_FAILED_STARTS = 6
+"""After so many in a row, none of them ready in between, the role is benched: another start hardly helps."""
+BENCH_S = 300.0
 STALL_STEPS = 5.0
 
 
@@ -85,6 +96,7 @@ class Membership:
         self._deaths_in_row: dict[Role, int] = {}
         self._next_start_time: dict[Role, float] = {}
         self._last_deaths: list[WorkerDeath] = []
+        self._failed_starts: dict[Role, int] = {}
         self._surges: dict[Role, int] = {}
 
     @property
@@ -125,6 +137,7 @@ class Membership:
             return False
         if member.state is WorkerState.STARTING:
             member.since_time = now
+            self._failed_starts.pop(role_of(info.worker_id), None)
         if load.is_draining and member.drain_time is None:
             # An earlier controller has told it to.
             member.drain_time = now
@@ -248,6 +261,23 @@ class Membership:
         """The latest deaths, newest last."""
         return tuple(self._last_deaths)
 
+    def pauses(self) -> tuple[StartPause, ...]:
+        """Return the roles whose next start waits because of deaths in a row."""
+        now = self._clock.now()
+        return tuple(
+            StartPause(
+                role=role,
+                num_deaths=self._deaths_in_row.get(role, 0),
+                left_s=start_time - now,
+                is_benched=self._is_benched(role),
+            )
+            for role, start_time in self._next_start_time.items()
+            if start_time > now
+        )
+
+    def _is_benched(self, role: Role) -> bool:
+        return self._failed_starts.get(role, 0) >= MANY_FAILED_STARTS
+
     def _visible_state(self, member: _Member) -> WorkerState:
         return member.state if member.lost_time is None else WorkerState.DEAD
 
@@ -274,13 +304,19 @@ class Membership:
         return None
 
     def _bury(self, worker_id: WorkerId, cause: str, *, is_permanent: bool = False) -> list[Instruction]:
-        if self._members.pop(worker_id, None) is None:
+        member = self._members.pop(worker_id, None)
+        if member is None:
             return []
+        was_ready = member.state is not WorkerState.STARTING
         death = WorkerDeath(worker_id=worker_id, cause=cause, is_permanent=is_permanent)
         self._last_deaths = [*self._last_deaths[-9:], death]
         role = role_of(worker_id)
         deaths = self._deaths_in_row.get(role, 0)
         backoff_s = min(self._settings.backoff_s * 2**deaths, MAX_BACKOFF_S)
+        if not was_ready:
+            self._failed_starts[role] = self._failed_starts.get(role, 0) + 1
+        if self._is_benched(role):
+            backoff_s = BENCH_S
         # The first death is replaced at once; a row of them waits longer each time. Each role waits by itself.
         self._next_start_time[role] = self._clock.now() + (backoff_s if deaths else 0.0)
         self._deaths_in_row[role] = deaths + 1

@@ -11,7 +11,7 @@ from pdserve.router.replay import Replayer
 from pdserve.workers.worker import Worker
 from support.controllers import StubController
 from support.engines import make_digest_engine, make_request, prompts_of
-from support.runners import GatedRunner
+from support.runners import GatedRunner, make_paced_engine
 from support.services import MODEL, eventually, generate, running_controller, running_replayer, running_worker
 
 
@@ -256,3 +256,21 @@ async def test_a_worker_that_stays_away_is_an_error_after_that_moment(
         await worker._server.stop()
         with pytest.raises(NoWorkerError, match=r"is not connected|lost its connection"):
             await generate(replayer, make_request("r", [10, 11], max_tokens=5))
+
+
+async def test_a_worker_without_a_controller_and_requests_ends_itself() -> None:
+    causes: list[str] = []
+    async with running_controller() as controller:
+        worker = running_worker(controller, make_paced_engine(MODEL), lease_s=0.4, end_process=causes.append)
+        async with worker as served, running_replayer(controller, max_attempts=1) as replayer:
+            await eventually(lambda: replayer.dispatcher.has_worker, "connected")
+            await asyncio.sleep(0.8)
+            assert causes == [], "a controller that says nothing is enough"
+            request = make_request("r", [5, 6, 7], max_tokens=400)
+            task = asyncio.create_task(generate(replayer, request))
+            await eventually(lambda: served.load().num_running == 1, "it runs")
+            await controller.stop()
+            assert (await task)[0] == MODEL.generate(request), "a request keeps it alive"
+            assert causes == []
+            await eventually(lambda: bool(causes), "the lease is over")
+            assert causes == ["no controller and no request for 0.4 s (workers.lease_s)"]

@@ -69,6 +69,8 @@ async def running_worker(
     clock: Clock | None = None,
     distance_s: float | None = None,
     gang: Gang | None = None,
+    lease_s: float | None = None,
+    end_process: Callable[[str], None] | None = None,
 ) -> AsyncIterator[Worker]:
     """A worker that has registered, in the role that its name says, on the digest model unless told.
 
@@ -104,6 +106,8 @@ async def running_worker(
         max_waiting=256,
         clock=clock,
         gang=gang,
+        lease_s=lease_s,
+        end_process=end_process,
     )
     worker = Worker(engine, settings, describe, controller.resolve)
     await worker.start()

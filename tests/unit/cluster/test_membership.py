@@ -8,7 +8,14 @@ from pdserve.cluster.base.clock import ManualClock
 from pdserve.cluster.base.errors import ConfigError
 from pdserve.cluster.base.ids import Incarnation, WorkerId
 from pdserve.cluster.base.worker_info import Role, WorkerLoad, WorkerState
-from pdserve.cluster.control.membership import Membership, MembershipSettings, RemoveWorker, StartWorker
+from pdserve.cluster.control.membership import (
+    BENCH_S,
+    MANY_FAILED_STARTS,
+    Membership,
+    MembershipSettings,
+    RemoveWorker,
+    StartWorker,
+)
 from support.workers import make_info
 
 SETTINGS = MembershipSettings(targets={Role.MIXED: 1}, start_timeout_s=30.0, backoff_s=2.0)
@@ -307,3 +314,23 @@ def test_a_new_controller_lets_a_worker_go_on_draining() -> None:
     clock.advance(1.1)
     membership.reported(worker_id, WorkerLoad(is_draining=True))
     assert membership.tick() == [RemoveWorker(worker_id=worker_id, cause="drained")]
+
+
+def test_a_role_whose_workers_cannot_start_is_benched_and_shown() -> None:
+    membership, clock = make()
+    pauses = []
+    for _ in range(MANY_FAILED_STARTS):
+        worker_id = start_one(membership)
+        membership.failed_to_start(worker_id, "broken", is_permanent=False)
+        pauses += membership.pauses()
+        clock.advance(pauses[-1].left_s + 0.01 if pauses else 0.0)
+    # The first one is replaced at once.
+    assert [pause.num_deaths for pause in pauses] == list(range(2, MANY_FAILED_STARTS + 1))
+    assert [pause.is_benched for pause in pauses] == [False] * (MANY_FAILED_STARTS - 2) + [True]
+    assert pauses[-1].left_s == BENCH_S
+    assert str(pauses[-1]) == f"mixed: benched: {MANY_FAILED_STARTS} deaths in a row, the next start in {BENCH_S:.0f} s"
+    assert membership.pauses() == ()
+    # One that was ready in between ends the row.
+    worker_id = make_ready(membership)
+    membership.failed(worker_id, "boom")
+    assert [pause.is_benched for pause in membership.pauses()] == [False]
