@@ -76,6 +76,9 @@ def prepare(config: DeploymentConfig, progress: ShowProgress, say: Say) -> tuple
     def check(folder: Path) -> None:
         plan_all(folder)
 
+    if config.engine.device != "cpu":
+        # Before gigabytes are fetched in vain.
+        check_gpus(config, num_gpus())
     folder = prepare_model(config.model.path, cache_dir(), progress, config.model.revision, check)
     if is_from_hub(config.model.path):
         # Other nodes fetch the same commit, whatever becomes of the branch.
@@ -88,7 +91,6 @@ def prepare(config: DeploymentConfig, progress: ShowProgress, say: Say) -> tuple
     if config.engine.device == "cpu":
         check_memory([plans[role] for role in present], available_memory_bytes())
     else:
-        check_gpus(config, num_gpus())
         say("engine.device cuda: each rank sizes its KV by the memory of its GPU. No worker has run on a GPU yet")
     config = share_cpus(config, psutil.cpu_count() or 1, say)
     if RecordStore(state_dir()).load(config.name) is not None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from pdserve.cluster.base.environment import authenticate_to_ray
 from pdserve.cluster.base.errors import ConfigError, RetryableError
 from pdserve.cluster.base.ids import WorkerId
-from pdserve.cluster.base.worker_info import ClusterStatus
+from pdserve.cluster.base.worker_info import ClusterStatus, WorkerState
 from pdserve.deploy.records import DeploymentRecord, running_record
 from pdserve.deploy.screen import decision_table, status_table
 
@@ -59,6 +59,22 @@ def status_soon(record: DeploymentRecord) -> ClusterStatus:
             if not record.head.is_alive:
                 raise
             time.sleep(POLL_S)
+
+
+def warn_of_outage(found: ClusterStatus, leaving: set[str] | None) -> None:
+    """Say so if nobody may take requests for a while, since these workers leave (None: one after the other, all)."""
+    owners = [
+        view.info.worker_id
+        for view in found.workers
+        if view.state is WorkerState.READY and view.info.role.owns_requests
+    ]
+    first = set(owners[:1]) if leaving is None else leaving
+    if owners and not set(owners) - first:
+        typer.echo(
+            f"{owners[0]} is the only worker that takes requests: without room for another beside it, new ones get 503 "
+            "until its replacement is ready",
+            err=True,
+        )
 
 
 def workers_of(found: ClusterStatus) -> set[str]:
@@ -119,6 +135,7 @@ def drain(
     with connected(name) as record:
         from pdserve.deploy.running import drain_worker
 
+        warn_of_outage(status_soon(record), {worker})
         drain_worker(record, WorkerId(worker))
         typer.echo(f"{worker} drains", err=True)
         while wait and worker in workers_of(status_soon(record)):
@@ -139,7 +156,9 @@ def restart(
     with connected(name) as record:
         from pdserve.deploy.running import restart_rolling
 
-        before, shown = workers_of(status_soon(record)), ""
+        found = status_soon(record)
+        warn_of_outage(found, None)
+        before, shown = workers_of(found), ""
         restart_rolling(record)
         while wait and (found := status_soon(record)).rollout:
             if found.rollout != shown:

@@ -91,7 +91,7 @@ def status_table(record: DeploymentRecord, status: ClusterStatus) -> RenderableT
     lines = [Text(f"controller pid {status.controller_pid}")]
     lines += [Text(str(pause)) for pause in status.pauses]
     if status.rollout:
-        lines.append(Text(status.rollout))
+        lines.append(Text(f"rolling restart: {status.rollout}"))
     lines += [
         Text(f"{view.info.worker_id}: {view.info.numerics_note}") for view in status.workers if view.info.numerics_note
     ]
@@ -100,10 +100,10 @@ def status_table(record: DeploymentRecord, status: ClusterStatus) -> RenderableT
 
 
 def decision_table(decision: Decision) -> RenderableType:
-    """Return the candidates of a decision, best first, as `pdserve explain` prints them; milliseconds."""
+    """Return the candidates of a decision, best first, as `pdserve explain` prints them."""
     title = (
         f"{decision.request_id} attempt {decision.attempt}, {decision.num_prompt_tokens} tokens, "
-        f"{decision.num_considered} candidates: {decision.reason}"
+        f"{decision.num_considered} candidates (milliseconds): {decision.reason}"
     )
     table = Table(title=title, title_justify="left")
     for name in ("owner", "prefill", "first token", "room", "queue", "compute", "transfer", "decode", "inflicted"):

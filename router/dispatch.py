@@ -326,7 +326,8 @@ class Dispatcher:
             # Lost is not dead: it may be back by now.
             route = await self.controller.route(request, ())
         if route.refusal is not None:
-            raise OverloadedError(route.refusal.reason, retry_after_s=route.refusal.retry_after_s)
+            message = f"request {request.request_id}: {route.refusal.reason}"
+            raise OverloadedError(message, retry_after_s=route.refusal.retry_after_s)
         if not route.worker_ids:
             raise NoWorkerError(route.reason)
         first = () if preferred is None or self._link(preferred) is None else (preferred,)

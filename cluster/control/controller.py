@@ -128,10 +128,15 @@ class Controller:
         """Replace every worker that is ready, one at a time. Raises ConfigError if that is under way."""
         await self.endpoint()
         if self._rollout is not None:
-            raise ConfigError(f"a {self._rollout}: it goes on by itself")
+            raise ConfigError(f"a rolling restart goes on already: {self._rollout}")
         ready = [view.info.worker_id for view in self._membership.view() if view.state is WorkerState.READY]
-        surge_timeout_s = self._config.workers.surge_timeout_s
-        self._rollout = Rollout(self._membership, ready, self._clock, surge_timeout_s=surge_timeout_s)
+        self._rollout = Rollout(
+            self._membership,
+            ready,
+            self._clock,
+            surge_timeout_s=self._config.workers.surge_timeout_s,
+            has_room=lambda role: self._launcher.has_room(self._shape_of(role)),
+        )
 
     async def explain(self, client_id: str) -> Explanation:
         """Return why a client request went where it went, and the timelines that every process has of it."""

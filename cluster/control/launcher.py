@@ -127,6 +127,11 @@ class Launcher:
         for name in self._group_names():
             self._remove_group(name)
 
+    def has_room(self, shape: GangShape) -> bool:
+        """True if the resources of one more worker are free; not whether they lie as its ranks need them."""
+        free = ray.available_resources()
+        return all(free.get(name, 0.0) >= amount * shape.num_ranks for name, amount in shape.resources.items())
+
     def _actor_names(self) -> list[str]:
         return [
             entry["name"]

@@ -164,7 +164,8 @@ class Membership:
         """Stop a worker as soon as its requests have ended or moved. Raises ConfigError if it is not ready."""
         member = self._members.get(worker_id)
         if member is None or member.state is WorkerState.STARTING:
-            raise ConfigError(f"{worker_id} is no worker that is ready")
+            ready = ", ".join(sorted(name for name in self._members if self.is_ready(name))) or "none"
+            raise ConfigError(f"{worker_id} is no worker that is ready; ready are {ready}")
         if member.drain_time is None:
             member.drain_time = self._clock.now()
             member.state = WorkerState.DRAINING

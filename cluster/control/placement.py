@@ -250,7 +250,7 @@ class JointPlacement:
         )
         ttft_s = float(terms.room[owner] + compute)
         refusal = self._refusal(request, ttft_s, owner, prefill)
-        where = f"{fleet.ids[owner]}, prefill " + ("there" if is_local else f"by {fleet.ids[prefill]}")
+        where = f"{fleet.ids[owner]}, " + ("LOCAL" if is_local else f"prefill by {fleet.ids[prefill]}")
         reason = f"{where}: first token predicted after {ttft_s * 1000:.1f} ms"
         if refusal is not None:
             reason = refusal.reason
@@ -287,7 +287,7 @@ class JointPlacement:
         if ttft_s * (1.0 - min(error, 1.0)) <= limit:
             return None
         return Refusal(
-            reason=f"its first token is predicted after {ttft_s:.2f} s, its limit is {limit:.2f} s",
+            reason=f"its first token is predicted after {ttft_s * 1000:.0f} ms, its limit is {limit * 1000:g} ms",
             retry_after_s=max(LEAST_RETRY_S, ttft_s - limit),
         )
 

@@ -1,72 +1,104 @@
-"""A rolling restart: every worker is replaced, one at a time, without fewer of its role than before. Pure.
+"""A rolling restart: every worker is replaced, one at a time. Pure.
 
-begins ──▶ SURGING: one more of the role starts ──▶ DRAINING: the old one moves its requests, and stops ──▶ next
-                      └─ not ready within `surge_timeout_s`: there is no room for it before the old one leaves
+    begins ──▶ SURGING: one more of the role starts ──▶ DRAINING: the old one moves its ──▶ REFILLING: until the role
+       │                                                   requests, and stops                has all its workers
+       └─ there is no room for one more, or it is not ready within `surge_timeout_s` ─▲             └─▶ next
+
+With room a role never has fewer workers than before; without, one fewer.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from enum import StrEnum
 
 from pdserve.cluster.base.clock import Clock
 from pdserve.cluster.base.ids import WorkerId
+from pdserve.cluster.base.worker_info import Role
 from pdserve.cluster.control.membership import Membership, role_of
 
 logger = logging.getLogger(__name__)
+
+
+class Phase(StrEnum):
+    """What is awaited; the text is for status."""
+
+    SURGING = "waits for its replacement"
+    DRAINING = "drains"
+    REFILLING = "is replaced"
 
 
 class Rollout:
     """Ticked by the controller until it has ended."""
 
     def __init__(
-        self, membership: Membership, worker_ids: Sequence[WorkerId], clock: Clock, *, surge_timeout_s: float
+        self,
+        membership: Membership,
+        worker_ids: Sequence[WorkerId],
+        clock: Clock,
+        *,
+        surge_timeout_s: float,
+        has_room: Callable[[Role], bool],
     ) -> None:
+        """`has_room` says whether one more worker of a role could be placed now."""
         self._membership = membership
         self._left = list(worker_ids)
         self._num_workers = len(worker_ids)
         self._clock = clock
         self._surge_timeout_s = surge_timeout_s
+        self._has_room = has_room
         self._present: WorkerId | None = None
-        self._surge_time: float | None = None
+        self._phase = Phase.REFILLING
+        self._surge_time = 0.0
 
     def __str__(self) -> str:
         """Return how far it is, for status."""
-        what = "the next one follows" if self._left else "done"
-        if self._present is not None:
-            what = f"{self._present} " + ("drains" if self._surge_time is None else "waits for its replacement")
         num_replaced = self._num_workers - len(self._left) - (self._present is not None)
-        return f"rolling restart: {num_replaced} of {self._num_workers} replaced, {what}"
+        what = "done" if self._present is None else f"{self._present} {self._phase}"
+        return f"{num_replaced} of {self._num_workers} workers replaced, {what}"
 
     @property
     def has_ended(self) -> bool:
-        """True if every worker was replaced."""
+        """True if every worker was replaced, and the replacements are ready."""
         return self._present is None and not self._left
 
     def tick(self) -> None:
         """Go on as far as it goes now."""
-        if self._present is not None and not self._membership.has(self._present):
-            # Stopped, or dead by itself.
-            self._end_surge(self._present)
-            self._present = None
         if self._present is None:
-            if not self._left:
-                return
-            self._present, self._surge_time = self._left.pop(0), self._clock.now()
-            self._membership.set_surge(role_of(self._present), 1)
-        elif self._surge_time is not None and self._may_drain(self._present, self._surge_time):
-            self._end_surge(self._present)
-            self._membership.drain(self._present)
+            if self._left:
+                self._begin(self._left.pop(0))
+            return
+        role = role_of(self._present)
+        if not self._membership.has(self._present):
+            # Stopped, or dead by itself.
+            self._membership.set_surge(role, 0)
+            self._phase = Phase.REFILLING
+            if self._membership.num_ready(role) >= self._membership.target(role):
+                self._present = None
+        elif self._phase is Phase.SURGING and self._may_drain(self._present, role):
+            self._drain(self._present, role)
 
-    def _may_drain(self, worker_id: WorkerId, since_time: float) -> bool:
+    def _begin(self, worker_id: WorkerId) -> None:
+        role = role_of(worker_id)
+        self._present, self._phase, self._surge_time = worker_id, Phase.SURGING, self._clock.now()
+        if not self._membership.is_ready(worker_id):
+            return
+        if self._has_room(role):
+            self._membership.set_surge(role, 1)
+        else:
+            logger.info("worker_id=%s there is no room for one more: it drains first", worker_id)
+            self._drain(worker_id, role)
+
+    def _may_drain(self, worker_id: WorkerId, role: Role) -> bool:
         if not self._membership.is_ready(worker_id):
             return False
-        role = role_of(worker_id)
         if self._membership.num_ready(role) > self._membership.target(role):
             return True
-        if self._clock.now() - since_time <= self._surge_timeout_s:
+        if self._clock.now() - self._surge_time <= self._surge_timeout_s:
             return False
-        logger.warning("worker_id=%s its replacement has no room, or does not start: it drains first", worker_id)
+        logger.warning("worker_id=%s its replacement does not start: it drains first", worker_id)
         return True
 
-    def _end_surge(self, worker_id: WorkerId) -> None:
-        self._surge_time = None
-        self._membership.set_surge(role_of(worker_id), 0)
+    def _drain(self, worker_id: WorkerId, role: Role) -> None:
+        self._membership.set_surge(role, 0)
+        self._membership.drain(worker_id)
+        self._phase = Phase.DRAINING

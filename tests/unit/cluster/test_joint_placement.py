@@ -240,7 +240,7 @@ def test_a_request_that_would_be_late_is_refused_with_the_prediction() -> None:
     route = placement.choose(request(400, limit_s=1.0))
     assert route.worker_ids == ()
     assert route.refusal is not None
-    assert "limit is 1.00 s" in route.refusal.reason
+    assert "limit is 1000 ms" in route.refusal.reason
     assert route.predicted_ttft_s == pytest.approx(2.1, rel=0.1)
     assert route.refusal.retry_after_s == pytest.approx(route.predicted_ttft_s - 1.0)
     assert not any(found.is_chosen for found in placement.decisions("r")[-1].candidates)
